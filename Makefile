@@ -43,7 +43,7 @@ export LD_LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PAT
 .PHONY: compat compat-here compat-installed environments zoo fuzz faults clean gpu-check docs release release-check
 
 help:
-	@echo "make demo    compare stock and streamed loading on a small model"
+	@echo "make demo    compare the default loader with lowmem_load on a small model"
 	@echo "make setup   install into .venv, compile DeepSpeed's extensions; the other targets do it themselves"
 	@echo "make test    check, then all tests (10 minutes on 2 cores)"
 	@echo "make test-fast  the tests that start no ranks (a minute)"
@@ -57,12 +57,12 @@ help:
 	@echo "make coverage  all tests, with the lines and branches of the package that they run (at least 92 % of each)"
 	@echo "make compat  six sets of releases, each in an environment of its own (hours, 31 GB)"
 	@echo "make compat-here  the oldest of them over the torch of .venv, fewer tests (4 minutes)"
-	@echo "make zoo     compare all model types with ordinary and stock loads (about an hour)"
+	@echo "make zoo     compare all model types with ordinary and default ZeRO-3 loads (about an hour)"
 	@echo "make fuzz    mutated inputs of every kind (10 minutes each; FUZZ_SECONDS=60)"
 	@echo "make faults  every fault at every moment of a load (12 minutes)"
 	@echo "make bench   the same comparison on a 1.5 B parameter model (3 GB)"
-	@echo "make modes   compare each ZeRO-3 mode with stock"
-	@echo "make frameworks  run LLaMA-Factory, TRL, axolotl, ms-swift and others stock and with lowmem-load run (an hour, 8 GB)"
+	@echo "make modes   compare each ZeRO-3 mode with the default loader"
+	@echo "make frameworks  run LLaMA-Factory, TRL, axolotl, ms-swift and others without and with lowmem-load run (an hour, 8 GB)"
 	@echo "make release  run what a release must pass (two hours, first 38 GB of downloads; PARTS='zoo faults': some)"
 	@echo "make release-check  build wheel and sdist, check both, run the examples from the wheel in a fresh environment"
 	@echo "make clean   remove build outputs and caches (clean ALL=1: .venv and .cache too)"
@@ -188,7 +188,7 @@ coverage: $(EXTENSIONS)
 
 zoo: export HF_HUB_OFFLINE := 1
 zoo: $(SHM_COMM)
-	cd $(ROOT) && $(RUN) -m tests.zoo.walk --world-sizes 2 3 --precision fp32 bf16 --methods lowmem stock --saves $(ARGS)
+	cd $(ROOT) && $(RUN) -m tests.zoo.walk --world-sizes 2 3 --precision fp32 bf16 --methods lowmem default --saves $(ARGS)
 
 # For each of the ten kinds of input.
 FUZZ_SECONDS ?= 600
@@ -226,7 +226,7 @@ part-device: test-device
 part-more-tests: $(STORES)/installed.stamp
 	cd $(ROOT) && $(RUN) -m pytest -n 2 --dist loadfile -m release --ignore tests/faults
 part-main-table:
-	$(MAKE) -f $(firstword $(MAKEFILE_LIST)) bench ARGS='--repeats 3 --once stock --also-cold --docs'
+	$(MAKE) -f $(firstword $(MAKEFILE_LIST)) bench ARGS='--repeats 3 --once default --also-cold --docs'
 part-scale:
 	cd $(ROOT) && $(RUN) -m benchmarks.scale --all --docs
 part-zoo:

@@ -97,7 +97,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> list[Plan]:
     parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="numbers of ranks, for every method")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="methods to run, instead of all")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype to load in; the checkpoint is bf16")
-    parser.add_argument("--train-steps", type=int, metavar="N", help="steps that stock and lowmem train after the load")
+    parser.add_argument("--train-steps", type=int, metavar="N", help="steps that both train after the load")
     parser.add_argument("--repeats", type=int, default=1, help="repetitions; the one of median duration is shown")
     parser.add_argument("--once", nargs="+", choices=METHODS, default=[], help="methods that are not repeated")
     parser.add_argument("--cold", action="store_true", help="drop the shard files from the page cache before each load")
@@ -169,7 +169,7 @@ def run_loads(plan: Plan, checkpoint: Path, train_steps: int, on_gpu: bool) -> t
                 continue
             (drop_page_cache if plan.cold else warm_page_cache)(checkpoint)
             out = plan.out / "runs" / f"{method}-{world_size}-{repeat}"
-            steps = train_steps if method in ("stock", "lowmem") and repeat == 0 else 0
+            steps = train_steps if method in ("default", "lowmem") and repeat == 0 else 0
             spec = Spec(
                 method,
                 str(checkpoint),

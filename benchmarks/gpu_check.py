@@ -1,6 +1,6 @@
 """Checks lowmem_load on the GPUs of this machine, in one command: python -m benchmarks.gpu_check.
 
-Small checkpoints against ordinary loads, training against stock ZeRO-3, what goes wrong on a device only, and device
+Small checkpoints against ordinary loads, training against default ZeRO-3, what goes wrong on a device only, and device
 memory. How long a load takes there, `benchmarks.compare` says. With --simulated it runs on the simulated device of
 tests/device, and says so. Only torch's interface for any accelerator is used, so what runs there runs on a GPU.
 """
@@ -99,15 +99,15 @@ class Checks:
         self.check("parity: offload_param cpu, pinned", lambda: self.load_and_compare(path, pinned, torch.bfloat16))
 
     def training(self) -> None:
-        """Losses of a few steps, against stock ZeRO-3.
+        """Losses of a few steps, against default ZeRO-3.
 
-        transformers 5.15.0 to 5.22.2 rounds buffers to bf16 under ZeRO-3, so both train with the buffers of stock.
+        transformers 5.15.0 to 5.22.2 rounds buffers to bf16 under ZeRO-3, so both train with the default buffers.
         """
 
         def run() -> str:
             path, config, losses = next(iter(self.tiny.values())), zero3_config("bf16"), {}
             buffers: dict[str, torch.Tensor] = {}
-            for method in ("stock", "lowmem"):
+            for method in ("default", "lowmem"):
                 job = Job(Path(path), "bf16", config, self.group.rank, self.group.world_size, self.device)
                 model = LOADERS[method](job).model
                 buffers = buffers or {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -116,9 +116,9 @@ class Checks:
                 losses[method] = training_losses(model, config, 3, self.group.rank)
                 del model
                 gc.collect()
-            return "" if losses["stock"] == losses["lowmem"] else f"losses {losses}"
+            return "" if losses["default"] == losses["lowmem"] else f"losses {losses}"
 
-        self.check("training: losses of stock", run)
+        self.check("training: losses of the default loader", run)
 
     def hazards(self) -> None:
         """What makes a device's load wrong where a CPU's is right."""

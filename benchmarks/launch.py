@@ -117,7 +117,7 @@ def _environment(rank: int, world_size: int, num_local: int, port: int, on_gpu: 
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        SWITCH: OFF,  # stock is not to be streamed
+        SWITCH: OFF,  # the default loader is not to be replaced
         # DeepSpeed compiles an extension on its first start on CPUs and looks for ninja on PATH.
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         **({} if on_gpu else {"DS_ACCELERATOR": "cpu"}),
@@ -133,7 +133,7 @@ def _be_rank(spec_path: Path) -> None:
     if dist.is_initialized():
         dist.barrier()
     # All is written: threads of gloo and DeepSpeed that still run now and then abort a process that unwinds normally
-    # ("terminate called without an active exception", once in some sixty runs of stock ZeRO-3 here).
+    # ("terminate called without an active exception", once in some sixty runs of default ZeRO-3 here).
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

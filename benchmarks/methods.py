@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.floors import partition_range, read_plain
 
-METHODS = ("stock", "lowmem", "floor")
+METHODS = ("default", "lowmem", "floor")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -53,7 +53,7 @@ def wait_for_all_gathers() -> None:
     """Have DeepSpeed gather one parameter at a time where it would wait for the last of several only.
 
     Before 0.19.8 it does (`partition_parameters.py`, `launch_handles[-1].wait()`), and over gloo the others may still
-    be under way: one in four stock loads of a tiny model on 2 CPU ranks then has wrong weights.
+    be under way: one in four default loads of a tiny model on 2 CPU ranks then has wrong weights.
     """
     from deepspeed.runtime.zero.partition_parameters import Init
 
@@ -87,7 +87,7 @@ def prepare(method: str, checkpoint: str) -> None:
         pass
 
 
-def load_stock(job: Job) -> Loaded:
+def load_default(job: Job) -> Loaded:
     """Load with transformers' own ZeRO-3 path, switched on by HfDeepSpeedConfig."""
     from transformers.integrations import HfDeepSpeedConfig
 
@@ -118,14 +118,14 @@ def load_floor(job: Job) -> Loaded:
 
 
 LOADERS: dict[str, Callable[[Job], Loaded]] = {
-    "stock": load_stock,
+    "default": load_default,
     "lowmem": load_lowmem,
     "floor": load_floor,
 }
 
 
 def unpadded_partitions(loaded: Loaded, rank: int, world_size: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, flat CPU tensor) of each partition without its padding, which stock leaves undefined.
+    """Yield (name, flat CPU tensor) of each partition without its padding, which the default loader leaves undefined.
 
     A secondary partition follows its partition. Those in swap files are read back, one at a time.
     """

@@ -21,11 +21,11 @@ from benchmarks.worker import RankResult
 MIB = 2**20
 PACKAGES = ("torch", "transformers", "deepspeed", "safetensors")
 PAGE = Path(__file__).with_name("RESULTS.md")
-MODEL_METHODS = ("stock", "lowmem")
+MODEL_METHODS = ("default", "lowmem")
 """These must end with bit-identical partitions. The floor joins them when it reads the dtype that is loaded."""
 
 SHOWN = {
-    "stock": "default ZeRO-3",
+    "default": "default ZeRO-3",
     "lowmem": "**lowmem_load**",
     "floor": "plain read",
 }
@@ -147,12 +147,12 @@ def network_failures(groups: Sequence[Group]) -> list[str]:
 
 
 def loss_failures(groups: Sequence[Group]) -> list[str]:
-    """Return a line for each rank whose stock and lowmem losses differ in any bit."""
+    """Return a line for each rank whose default and lowmem losses differ in any bit."""
     return [
-        f"rank {got.rank} of {group.world_size}: stock losses {expected.losses}, lowmem {got.losses}"
+        f"rank {got.rank} of {group.world_size}: default losses {expected.losses}, lowmem {got.losses}"
         for group in groups
-        if group.method == "lowmem" and (stock := find_group(groups, "stock", group.world_size))
-        for expected, got in zip(stock.ranks, group.ranks, strict=True)
+        if group.method == "lowmem" and (default := find_group(groups, "default", group.world_size))
+        for expected, got in zip(default.ranks, group.ranks, strict=True)
         if expected.losses != got.losses
     ]
 

@@ -1,12 +1,12 @@
-"""Saving a partitioned model: stock consolidation, lowmem_load, and plain writes of the same bytes, in one run.
+"""Saving a partitioned model: default consolidation, lowmem_load, and plain writes of the same bytes, in one run.
 
     python -m benchmarks.save [--params 1.5e9] [--ranks 2 4] [--repeats 4]
 
 Each method writes to a fresh folder and deletes it again. Before each, the former files have reached the disk. In every
-two turns ours and the floor run four times each, after each other, after themselves and after stock. Stock
+two turns ours and the floor run four times each, after each other, after themselves and after the default. The default
 is `engine._zero3_consolidated_16bit_state_dict()` followed by `save_pretrained` on rank 0, as `Trainer.save_model` does
 it; it does not wait for the disk, the other two do. The floor writes each rank's partitions, one after the other, to a
-file of its own. The files of weights that ours and stock's wrote are compared byte by byte.
+file of its own. The files of weights that ours and the default wrote are compared byte by byte.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from benchmarks.memory import MemorySampler
 from benchmarks.methods import zero3_config
 from benchmarks.results import MIB, parser_of, show_table
 
-METHODS = {"stock": "default", "lowmem": "lowmem_load", "floor": "plain writes"}
+METHODS = {"default": "default", "lowmem": "lowmem_load", "floor": "plain writes"}
 """What tables call them."""
-TURNS = (("stock", "lowmem", "floor", "floor", "lowmem"), ("stock", "floor", "lowmem", "lowmem", "floor"))
+TURNS = (("default", "lowmem", "floor", "floor", "lowmem"), ("default", "floor", "lowmem", "lowmem", "floor"))
 """Orders, in turn: what writes after another method finds the pages that this one has freed."""
 COLUMNS = ("ranks", "method", "seconds", "peak anonymous, MiB", "peak file-backed, MiB", "in collectives, MiB")
 
@@ -47,7 +47,7 @@ class Result:
     digests: dict[str, str]
 
 
-def _stock(engine: Any, folder: Path, max_shard_size: str) -> None:
+def _default(engine: Any, folder: Path, max_shard_size: str) -> None:
     state = engine._zero3_consolidated_16bit_state_dict()
     if os.environ["RANK"] == "0":
         engine.module.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)
@@ -75,7 +75,7 @@ def _floor(engine: Any, folder: Path, _: str) -> None:
     os.close(descriptor)
 
 
-SAVERS: dict[str, Callable[[Any, Path, str], None]] = {"stock": _stock, "lowmem": _lowmem, "floor": _floor}
+SAVERS: dict[str, Callable[[Any, Path, str], None]] = {"default": _default, "lowmem": _lowmem, "floor": _floor}
 
 
 def run_rank(checkpoint: str, out: str, max_shard_size: str, repeats: int) -> list[Result]:
@@ -148,9 +148,9 @@ def main() -> None:
             found = run_on_ranks(run_rank, *args, out=out, world_size=world_size)
             ranks = [[Result(**result) for result in results] for results in found]
             digests = {result.method: result.digests for result in ranks[0] if result.digests}
-            if digests["stock"] != digests["lowmem"]:
-                differing = sorted(k for k in digests["stock"] if digests["stock"][k] != digests["lowmem"].get(k))
-                raise SystemExit(f"{world_size} ranks: stock and lowmem_load wrote other files: {differing}")
+            if digests["default"] != digests["lowmem"]:
+                differing = sorted(k for k in digests["default"] if digests["default"][k] != digests["lowmem"].get(k))
+                raise SystemExit(f"{world_size} ranks: default and lowmem_load wrote other files: {differing}")
             rows += [_cells(world_size, method, ranks) for method in METHODS]
     show_table("benchmarks.save", rows, docs=arguments.docs)
 

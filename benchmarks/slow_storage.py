@@ -1,4 +1,4 @@
-"""Loads from slow storage: `python -m benchmarks.slow_storage [--ranks 4] [--wait-ms 1 10] [--ways stock lowmem]`.
+"""Loads from slow storage: `python -m benchmarks.slow_storage [--ranks 4] [--wait-ms 1 10] [--ways default lowmem]`.
 
 The storage is a FUSE folder that waits before it answers a read. Each load mounts it anew, so the page cache is empty.
 The kernel caches, reads ahead and maps files as on NFS. Two models of random weights are loaded: a Llama, whose
@@ -24,7 +24,7 @@ from benchmarks.launch import run_on_ranks
 from benchmarks.methods import zero3_config
 from benchmarks.results import parser_of, show_table
 
-WAYS = {"stock": "default", "lowmem": "lowmem_load"}
+WAYS = {"default": "default", "lowmem": "lowmem_load"}
 """What tables call them."""
 COLUMNS = ("model", "ranks", "wait ms", "way", "seconds", "reads of a rank", "read MiB", "read / needed")
 MOUNT_TIMEOUT_S = 20.0
@@ -132,7 +132,7 @@ def load(way: str, path: str, config_folder: str) -> dict[str, Any]:
     cls = getattr(transformers, config.architectures[0])
     ranks.barrier()
     start = time.perf_counter()
-    if way == "stock":
+    if way == "default":
         kept = HfDeepSpeedConfig(zero3_config("bf16"))
         cls.from_pretrained(path)
         del kept
@@ -146,7 +146,7 @@ def measure(model: str, folder: Path, wait_ms: float, way: str, num_ranks: int) 
     with mounted(folder, wait_ms / 1e3) as path, tempfile.TemporaryDirectory() as out:
         found = run_on_ranks(load, way, str(path), str(folder), out=Path(out), world_size=num_ranks)
     row = [model, str(num_ranks), f"{wait_ms:g}", WAYS[way], f"{max(each['seconds'] for each in found):.1f}"]
-    if way == "stock":
+    if way == "default":
         return [*row, "", "", ""]
     read, needed, reads = (sum(each[name] for each in found) for name in ("read_bytes", "needed_bytes", "num_reads"))
     return [*row, f"{reads / num_ranks:.0f}", f"{read / 2**20:.0f}", f"{read / needed:.2f}"]

@@ -25,7 +25,7 @@ def parse(argv: Sequence[str] | None, description: str | None) -> argparse.Names
     parser.add_argument("--save-steps", type=int, default=4, help="a checkpoint every so many steps")
     parser.add_argument("--lora", action="store_true", help="train a LoRA adapter instead of all parameters")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
-    parser.add_argument("--stock", action="store_true", help="load without lowmem_load, to compare")
+    parser.add_argument("--default-loader", action="store_true", help="load without lowmem_load, to compare")
     return parser.parse_args(argv)
 
 
@@ -82,7 +82,7 @@ def report(losses: list[float], model: Any) -> list[float]:
         print("losses:", " ".join(f"{loss:.6f}" for loss in losses))
         try:
             print(get_load_report(model))
-        except ValueError as error:  # --stock
+        except ValueError as error:  # --default-loader
             print(error)
     return losses
 

@@ -24,7 +24,7 @@ import lowmem_load
 def main(argv: Sequence[str] | None = None) -> list[float]:
     """Train and save; return the loss of each step of this run."""
     options = parse(argv, __doc__)
-    if not options.stock:
+    if not options.default_loader:
         lowmem_load.install()  # the one line
 
     training_args = TrainingArguments(  # before from_pretrained: it makes ZeRO-3 active

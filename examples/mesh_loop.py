@@ -83,7 +83,7 @@ def put_on_host(model: nn.Module) -> set[int]:
     return set(map(id, made.values()))
 
 
-def load_stock(
+def load_by_default(
     name: str, mesh: DeviceMesh, device: str, adapt: Callable[[nn.Module], nn.Module] = lambda model: model
 ) -> nn.Module:
     """Do the same with all of the model on every rank. `adapt` must draw the same on all."""
@@ -121,9 +121,9 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     mesh = init_device_mesh(device, (torch.distributed.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     if options.lora:
-        model = (load_stock if options.stock else load_adapted)(options.model, mesh, device, add_lora)
+        model = (load_by_default if options.default_loader else load_adapted)(options.model, mesh, device, add_lora)
     else:
-        model = (load_stock if options.stock else load)(options.model, mesh, device)
+        model = (load_by_default if options.default_loader else load)(options.model, mesh, device)
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
 
     first_step, folder = 0, Path(options.output, "dcp")

@@ -1,8 +1,8 @@
-"""Runs frameworks as their users start them, stock and behind `lowmem-load run`: `python -m tests.frameworks`.
+"""Runs frameworks as their users start them, as they are and behind `lowmem-load run`: `python -m tests.frameworks`.
 
 Each framework has an environment of its own under .cache/frameworks. The result of each case is kept as it comes, in
 results.json, and goes from there into the table of tests/frameworks/RESULTS.md. A case that fails is a result, too.
-The command ends with status 1 if a case failed, or differs from stock where cases.yaml does not say why.
+The command ends with status 1 if a case failed, or differs from the default loader where cases.yaml does not say why.
 """
 
 import argparse

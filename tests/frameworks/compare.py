@@ -73,31 +73,31 @@ def _digest(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} {hashlib.sha256(data).hexdigest()[:16]}"
 
 
-def compare(stock: Run, ours: Run) -> dict[str, Any]:
+def compare(default: Run, ours: Run) -> dict[str, Any]:
     """Return what the results of a case say, as data for JSON."""
     return {
         "losses": {
-            "stock": stock.ranks[0].losses,
+            "default": default.ranks[0].losses,
             "first difference": first_difference(
-                [rank.losses for rank in stock.ranks], [rank.losses for rank in ours.ranks]
+                [rank.losses for rank in default.ranks], [rank.losses for rank in ours.ranks]
             ),
         },
-        "saved": {"tensors": len(stock.saved), "different": different(stock.saved, ours.saved)},
+        "saved": {"tensors": len(default.saved), "different": different(default.saved, ours.saved)},
         "streamed loads": ours.num_streamed,
-        "peaks": {"load": [_peak(run) for run in (stock, ours)]},
-        "seconds": {"load": [round(max(rank.load_s for rank in run.ranks), 1) for run in (stock, ours)]},
+        "peaks": {"load": [_peak(run) for run in (default, ours)]},
+        "seconds": {"load": [round(max(rank.load_s for rank in run.ranks), 1) for run in (default, ours)]},
     }
 
 
-def first_difference(stock: Sequence[Sequence[float]], ours: Sequence[Sequence[float]]) -> str:
+def first_difference(default: Sequence[Sequence[float]], ours: Sequence[Sequence[float]]) -> str:
     """Return where the losses of ranks first differ, "" if they are equal bit for bit.
 
     Args:
-        stock, ours: losses by step, of each rank.
+        default, ours: losses by step, of each rank.
     """
-    if not all(stock):
+    if not all(default):
         return "no engine went back from a loss"
-    for rank, (expected, found) in enumerate(zip(stock, ours, strict=True)):
+    for rank, (expected, found) in enumerate(zip(default, ours, strict=True)):
         if len(expected) != len(found):
             return f"rank {rank}: {len(found)} losses instead of {len(expected)}"
         for step, (one, other) in enumerate(zip(expected, found, strict=True), 1):
@@ -106,12 +106,12 @@ def first_difference(stock: Sequence[Sequence[float]], ours: Sequence[Sequence[f
     return ""
 
 
-def different(stock: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
+def different(default: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
     """Return the saved tensors that are not equal, or that one run alone has saved, and how they differ."""
     found = []
-    for name in sorted(stock.keys() | ours.keys()):
-        if stock.get(name) != ours.get(name):
-            one, other = stock.get(name, "nothing"), ours.get(name, "nothing")
+    for name in sorted(default.keys() | ours.keys()):
+        if default.get(name) != ours.get(name):
+            one, other = default.get(name, "nothing"), ours.get(name, "nothing")
             found.append(f"{name}: {other} instead of {one}")
     return found
 
@@ -121,7 +121,7 @@ def _peak(run: Run) -> float:
 
 
 def is_equal(result: Mapping[str, Any]) -> bool:
-    """Whether a case was streamed, and has the losses and tensors of stock."""
+    """Whether a case was streamed, and has the losses and tensors of the default loader."""
     if "error" in result:
         return False
     saved = result["saved"]

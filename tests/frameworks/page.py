@@ -13,7 +13,7 @@ from tests.frameworks.compare import is_equal
 
 RESULTS = Path(__file__).with_name("results.json")
 FILE = Path(__file__).with_name("RESULTS.md")
-COLUMNS = ("framework", "case", "model", "losses and saved tensors", "load peak, stock", "lowmem_load")
+COLUMNS = ("framework", "case", "model", "losses and saved tensors", "load peak, default", "lowmem_load")
 _UNTOLD = ("python", "peft", "datasets")
 """Packages whose releases only results.json has."""
 
@@ -40,12 +40,12 @@ def keep(case: Case, result: Mapping[str, Any]) -> None:
 
 
 def table(cases: Sequence[Case], results: Results) -> str:
-    """Return a row for each case: whether it equals stock, and the peaks of its load in MiB."""
+    """Return a row for each case: whether it equals the default loader, and the peaks of its load in MiB."""
     rows: list[Sequence[str]] = [COLUMNS]
     for case in cases:
         result = results.get(case.name, {})
-        stock, ours = result.get("peaks", {}).get("load", ["", ""])
-        rows.append([case.framework, case.what, case.model, verdict(result), _mib(stock), _mib(ours)])
+        default, ours = result.get("peaks", {}).get("load", ["", ""])
+        rows.append([case.framework, case.what, case.model, verdict(result), _mib(default), _mib(ours)])
     return markdown(rows)
 
 

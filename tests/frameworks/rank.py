@@ -1,4 +1,4 @@
-"""Prepares and watches each rank of a case, stock and ours alike.
+"""Prepares and watches each rank of a case, with the default loader and with lowmem_load.
 
 Frameworks take a process without a GPU for a lone one, so accelerate is told the backend before they ask it; before
 0.19.8 DeepSpeed gathers one parameter at a time (`benchmarks.methods.wait_for_all_gathers` says why); an op that it

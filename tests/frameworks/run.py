@@ -17,7 +17,7 @@ from tests.venvs import CACHE
 HERE = Path(__file__).resolve().parent
 EXAMPLES = REPO / "examples"
 OUT = CACHE / "frameworks" / "out"
-WAYS = ("stock", "ours")
+WAYS = ("default", "ours")
 TIMEOUT_S, GRACE_S = 1800, 60
 """For a command, which takes about a minute, so that only a hang meets it; and to end then."""
 LOG, RANKS, OUTPUT = "log", "ranks", "output"
@@ -33,7 +33,7 @@ class RunError(Exception):
 
 
 def run(case: Case, way: str, model: Path) -> Path:
-    """Run a case stock or ours; return its folder.
+    """Run a case by the default loader or ours; return its folder.
 
     The folder has the configuration files and scripts, and links to the model and the examples, so that the former
     name everything by relative paths and are the same for both.

@@ -1,6 +1,6 @@
 """Stand-ins, on a machine without a GPU, for packages that need one and for the CUDA calls of a framework.
 
-Runs in the environment of the framework, in stock and ours alike; a case asks for it by the variables below. None of it
+Runs in the environment of the framework, with both loaders; a case asks for it by the variables below. None of it
 takes part in loading a model, or in training one.
 """
 

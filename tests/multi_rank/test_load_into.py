@@ -186,9 +186,9 @@ def train_on_mesh(path: str, out: str, options: list[str]) -> None:
     """Rank function: the example trains as after a plain load, and goes on from a checkpoint of DCP as if unstopped."""
     main = import_example("mesh_loop").main
     common = ["--model", path, "--save-steps", "2", *options, "--output"]
-    stock = main([*common, f"{out}/stock", "--steps", "4", "--stock"])
-    assert main([*common, f"{out}/ours", "--steps", "2"]) == stock[:2]
-    assert main([*common, f"{out}/ours", "--steps", "4", "--resume"]) == stock[2:]
+    default = main([*common, f"{out}/default", "--steps", "4", "--default-loader"])
+    assert main([*common, f"{out}/ours", "--steps", "2"]) == default[:2]
+    assert main([*common, f"{out}/ours", "--steps", "4", "--resume"]) == default[2:]
 
 
 # PEFT before 0.21 calls the base model's forward itself, past the hooks by which FSDP2 gathers the root's parameters.
@@ -204,7 +204,7 @@ NEEDS_PEFT_0_21 = pytest.mark.skipif(
         *(pytest.param(["--tp", size], marks=pytest.mark.release) for size in "12"),
     ],
 )
-def test_the_example_trains_as_stock_and_resumes(tmp_path: Path, options: list[str]) -> None:
+def test_the_example_trains_as_by_default_and_resumes(tmp_path: Path, options: list[str]) -> None:
     import_example("make_model").main([str(tmp_path / "tiny")])
     run_ranks(train_on_mesh, str(tmp_path / "tiny"), str(tmp_path), options, timeout_s=240)
 

@@ -1,4 +1,4 @@
-"""The examples on 2 CPU ranks: stock and streamed agree, loading takes less memory, resuming changes nothing."""
+"""The examples on 2 CPU ranks: they equal the default loader with less memory, and resuming changes nothing."""
 
 import os
 from pathlib import Path
@@ -40,19 +40,19 @@ def assert_same_weights(left: dict[str, torch.Tensor], right: dict[str, torch.Te
 
 
 @pytest.mark.slow
-def test_streamed_is_as_stock_with_less_memory(models: dict[str, Path], tmp_path: Path) -> None:
-    """The other examples are run by `test_resume...`; `make frameworks` compares what they do with stock."""
-    stock, streamed = (tmp_path / way for way in ("stock", "streamed"))
+def test_results_equal_the_default_loaders_with_less_memory(models: dict[str, Path], tmp_path: Path) -> None:
+    """The other examples are run by `test_resume...`; `make frameworks` compares them with the default loader."""
+    default, streamed = (tmp_path / way for way in ("default", "streamed"))
     losses, peaks = [], []
-    for output in (stock, streamed):
+    for output in (default, streamed):
         argv = ["--model", str(models["mini"]), "--output", str(output), "--steps", "2", "--save-steps", "2"]
-        argv += ["--stock"] * (output == stock)
+        argv += ["--default-loader"] * (output == default)
         ranks = run_ranks(rank_result, "hf_trainer", argv, timeout_s=TIMEOUT_S)
         losses.append([rank.losses for rank in ranks])
         peaks.append(max(rank.load_peak for rank in ranks))
     assert losses[0] == losses[1] and all(losses[0])
     assert peaks[1] < peaks[0]
-    assert_same_weights(weights(stock), weights(streamed))
+    assert_same_weights(weights(default), weights(streamed))
 
 
 def train_fsdp2(argv: list[str]) -> list[float]:
@@ -61,15 +61,15 @@ def train_fsdp2(argv: list[str]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_fsdp2_is_as_stock(models: dict[str, Path], tmp_path: Path) -> None:
+def test_fsdp2_equals_the_default_loader(models: dict[str, Path], tmp_path: Path) -> None:
     losses = {}
-    for switches in ([], ["--stock"]):
+    for switches in ([], ["--default-loader"]):
         folder = tmp_path / "-".join(["out", *switches])
         argv = ["--model", str(models["tiny"]), "--output", str(folder), "--steps", "3", *switches]
         losses[folder] = run_ranks(train_fsdp2, argv, timeout_s=TIMEOUT_S)
-    (streamed, stock) = losses
-    assert losses[streamed] == losses[stock] and len(losses[stock][0]) == 3
-    assert_same_weights(weights(streamed), weights(stock))
+    (streamed, default) = losses
+    assert losses[streamed] == losses[default] and len(losses[default][0]) == 3
+    assert_same_weights(weights(streamed), weights(default))
 
 
 def train_in_parts(script: str, switches: list[str], model: str, out: str) -> None:

@@ -178,7 +178,7 @@ def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tens
 
 
 def compare_all(cases: list[Case], method: str, precision: str, saves: bool, folder: str, limit_s: float) -> None:
-    """Rank function: compares load after load; `method` is "lowmem" or "stock" for ZeRO-3, or one of `meshes.LOADS`.
+    """Rank function: compares load after load; `method` is "lowmem" or "default" for ZeRO-3, or one of `meshes.LOADS`.
 
     With `saves` what was streamed is saved again, and loaded ordinarily.
     """
@@ -219,10 +219,10 @@ def _compare(case: Case, method: str, precision: str, save_to: Path | None) -> d
             return {"unshardable": _where(error)}
         found = [f"{name} differs" for name in differing(model, reference)]
     else:
-        load = _stock if method == "stock" else _streamed
+        load = _default if method == "default" else _streamed
         model, keys = load(cls, case.path, parity.BF16 if precision == "bf16" else parity.FP32, dtype)
         found = parity.differences(model, reference)
-    if method == "stock":  # garbage by design; see docs of lowmem_load.zero3
+    if method == "default":  # garbage by design; see docs of lowmem_load.zero3
         found = [line for line in found if not line.endswith("padding is not zero")]
     for key in sorted(keys.keys() & info.keys()):
         names = keys[key]
@@ -268,10 +268,10 @@ def _save_again(
         again, _ = _ordinary(cls, str(folder), dtype)
         differing = [name for name in _unsteady(reference, again) if name not in apart]
         if differing:
-            shutil.rmtree(stock := folder.with_name("stock"), ignore_errors=True)
-            reference.save_pretrained(stock, max_shard_size=SHARD_NBYTES)
-            ordinary, _ = _ordinary(cls, str(stock), dtype)
-            found["as_stock"] = [name for name in differing if name not in (own := _unsteady(ordinary, again))]
+            shutil.rmtree(default := folder.with_name("default"), ignore_errors=True)
+            reference.save_pretrained(default, max_shard_size=SHARD_NBYTES)
+            ordinary, _ = _ordinary(cls, str(default), dtype)
+            found["as_default"] = [name for name in differing if name not in (own := _unsteady(ordinary, again))]
             found["differences"] = [f"saved and loaded again: {name} differs" for name in differing if name in own]
     return found
 
@@ -292,7 +292,7 @@ def _streamed(cls: Any, path: str, ds_config: Any, dtype: torch.dtype) -> tuple[
     return model, report.loading_info
 
 
-def _stock(cls: Any, path: str, ds_config: Any, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
+def _default(cls: Any, path: str, ds_config: Any, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
     """Loads as HfDeepSpeedConfig does; its loading info is empty by construction, so it is not compared."""
     alive = HfDeepSpeedConfig(dict(ds_config))
     model = cls.from_pretrained(path, dtype=dtype)

@@ -40,12 +40,12 @@ def _over_mesh(shape: Callable[[int], tuple[int, ...]]) -> Callable[..., Loaded]
     return load
 
 
-def _by_config(*, stock: bool = False, **sizes: int) -> Callable[..., Loaded]:
+def _by_config(*, default: bool = False, **sizes: int) -> Callable[..., Loaded]:
     """Returns a load by a `DistributedConfig`: ours, or transformers' own; fsdp_size makes up for the rest."""
 
     def load(cls: Any, path: str, reference: nn.Module, dtype: torch.dtype) -> Loaded:
         config = _config(reference, sizes)
-        if stock:
+        if default:
             model, info = cls.from_pretrained(path, distributed_config=config, dtype=dtype, output_loading_info=True)
             return model, info
         try:
@@ -91,9 +91,9 @@ LOADS: dict[str, Callable[..., Loaded]] = {
     "lazy": _lazily,
     "tp": _by_config(tp_size=2),
     "ep": _by_config(ep_size=2),
-    "stock-fsdp": _by_config(stock=True),
-    "stock-hsdp": _by_config(stock=True, dp_replicate_size=2),
-    "stock-tp": _by_config(stock=True, tp_size=2),
-    "stock-ep": _by_config(stock=True, ep_size=2),
+    "default-fsdp": _by_config(default=True),
+    "default-hsdp": _by_config(default=True, dp_replicate_size=2),
+    "default-tp": _by_config(default=True, tp_size=2),
+    "default-ep": _by_config(default=True, ep_size=2),
 }
-"""Ways to load a model that is sharded, or lazy; `stock` is transformers' own `from_pretrained`."""
+"""Ways to load a model that is sharded, or lazy; `default` is transformers' own `from_pretrained`."""

@@ -189,7 +189,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         **{status: counts[status] for status in STATUSES},
         "failed": counts["differs"] + counts["raises"],
         **{key: sum(1 for outcome in outcomes if outcome.found(key)) for key in ("recast", "missing", "saved")},
-        "saved_as_stock": {o.name: names for o in outcomes if (names := o.found("as_stock"))},
+        "saved_as_default": {o.name: names for o in outcomes if (names := o.found("as_default"))},
         "refused": {o.name: reason for o in outcomes if (reason := o.found("refused"))},
         "failing": {o.name: f"{o.status}: {o.error}" for o in outcomes if o.status in ("differs", "raises")},
         "unshardable_because": dict(
@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--types", nargs="*", help="model types; all when left out")
     parser.add_argument("--world-sizes", nargs="*", type=int, default=[2])
     parser.add_argument("--precision", nargs="*", choices=["fp32", "bf16"], default=["fp32"])
-    parser.add_argument("--methods", nargs="*", choices=["lowmem", "stock", *meshes.LOADS], default=["lowmem"])
+    parser.add_argument("--methods", nargs="*", choices=["lowmem", "default", *meshes.LOADS], default=["lowmem"])
     parser.add_argument("--saves", action="store_true", help="save what was streamed, and load that ordinarily")
     parser.add_argument("--once", action="store_true", help="only the class that was saved of each type")
     parser.add_argument("--out", type=Path, help="JSON file of all results")
@@ -233,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         title = f"{method}, {world_size} ranks, {precision}"
         report["runs"][title] = run
         print_run(title, run)
-        status |= int(not method.startswith("stock") and run["failed"] > 0)
+        status |= int(not method.startswith("default") and run["failed"] > 0)
         if options.out:
             options.out.write_text(json.dumps(report, indent=1))
     return status
@@ -249,7 +249,7 @@ def print_run(title: str, run: dict[str, Any]) -> None:
         print(f"  cannot be sharded, {count} cases: {reason[:180]}")
     for name, reason in run["refused"].items():
         print(f"  not saved: {name}: {reason[:180]}")
-    for name, tensors in run["saved_as_stock"].items():
+    for name, tensors in run["saved_as_default"].items():
         print(f"  saved as transformers saves it, and loads otherwise: {name}: {', '.join(tensors[:3])}")
     for reason, count in sorted(run["slow_paths"].items(), key=lambda item: -item[1]):
         print(f"  slow path in {count} cases: {reason}")

@@ -43,7 +43,8 @@ def main() -> None:
     if "--lora" in sys.argv:
         trainer.save_model("output")
         return
-    # SentenceTransformerTrainer ignores the gathered weights: stock saves tensors of shape [0], lowmem_load refuses to.
+    # SentenceTransformerTrainer ignores the gathered weights: by default it saves tensors of shape [0], and lowmem_load
+    # refuses to.
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if trainer.is_world_process_zero():
         Path("output").mkdir(exist_ok=True)
