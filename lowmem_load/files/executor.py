@@ -7,6 +7,7 @@ reading thread or, on their way to a device, through the pinned slots of `upload
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -27,12 +28,15 @@ from lowmem_load.locks import ForkedLock
 from lowmem_load.phases import no_callback
 from lowmem_load.planning.expression import Expression, Source, leaves
 from lowmem_load.planning.load_plan import ComputedValue, Value
-from lowmem_load.planning.nest import Axis, Nest
+from lowmem_load.planning.nest import Axis, Nest, extent
 from lowmem_load.planning.planner import Constants
 from lowmem_load.planning.reads import Apply, ApplyPiece, Fill, Read, Step
 
 PART_BYTES = 16 << 20
 """Bytes of a read after which they are counted, because a read from slow storage may take minutes."""
+
+MAX_ROWS = 64
+"""Most small reads of a tensor that are one task."""
 
 MAX_WAITING = 64
 """Most tasks that wait for the threads: enough that no thread waits for the calling one."""
@@ -304,24 +308,41 @@ class Executor:
 
     def read(self, tensor: Source, first: int, memory: torch.Tensor, needed_bytes: int = 0) -> None:
         """Fill host memory with the elements of a tensor from number `first` on. Raises as `finish`."""
+        self._read_rows(tensor, [(first, 0)], memory, memory.nbytes, needed_bytes)
+
+    def _read_rows(
+        self, tensor: Source, rows: Sequence[tuple[int, int]], memory: torch.Tensor, nbytes: int, needed_bytes: int
+    ) -> None:
+        """Fill rows of `nbytes`, each from an element of the tensor and to one of the memory. Raises as `finish`.
+
+        What takes as long as a small read itself is done once for all of them.
+        """
         self.stats.path, content = tensor.path, memory.view(torch.uint8).numpy().data
-        start = tensor.start + first * tensor.dtype.itemsize
+        itemsize, uncounted = tensor.dtype.itemsize, 0
         go_on: Callable[[str], object] = getattr(_of_thread, "go_on", no_callback)
         try:
             go_on(tensor.path)
             source = (tensor.files or self.sources).opened(tensor.path)
-            for done in range(0, content.nbytes, PART_BYTES):
-                part = content[done : done + PART_BYTES]
-                make_pages(part)
-                source.read_into(start + done, part)
-                go_on(tensor.path)  # before what was read moves on
-                with self._lock:
-                    self.stats.read_bytes += part.nbytes
+            for first, destination in rows:
+                start, place = tensor.start + first * itemsize, destination * itemsize
+                for done in range(0, nbytes, PART_BYTES):
+                    part = content[place + done : place + min(done + PART_BYTES, nbytes)]
+                    make_pages(part)
+                    source.read_into(start + done, part)
+                    go_on(tensor.path)  # before what was read moves on
+                    uncounted += part.nbytes
+                    if uncounted >= PART_BYTES:
+                        self._count(uncounted)
+                        uncounted = 0
         except CheckpointError as error:
             raise type(error)(f"{error} (while {tensor.name!r} was read)") from error
-        with self._lock:
-            self.stats.num_reads += 1
+        self._count(uncounted, len(rows))
         self.on_bytes(needed_bytes)
+
+    def _count(self, nbytes: int, num_reads: int = 0) -> None:
+        with self._lock:
+            self.stats.read_bytes += nbytes
+            self.stats.num_reads += num_reads
 
     def finish(self) -> None:
         """Wait until all memory is filled. Raises CheckpointError, or RuntimeError of the device."""
@@ -349,11 +370,10 @@ class Executor:
         put = self._put_on_host(destination) if destination.is_cpu else self._put_into(destination)
         for step in steps:
             if isinstance(step, Read):
-                for first, shift in step.iterations():
-                    if step.is_direct:
-                        memory = destination.narrow(0, step.nest.destination + shift, step.numel)
-                        yield partial(self.read, step.tensor, first, memory, step.needed_bytes_each)
-                    else:
+                if step.is_direct:
+                    yield from self._direct_reads(step, destination)
+                else:
+                    for first, shift in step.iterations():
                         yield partial(self._staged_read, step, first, step.nest.shifted(destination=shift), put)
             elif isinstance(step, Apply):
                 index = _device_in_use()
@@ -363,6 +383,15 @@ class Executor:
                 scatter_elements(step.nest, known.tensors[step.value], destination)
             else:
                 yield from move_tasks(step.nest, known.tensors[step.value], put)
+
+    def _direct_reads(self, step: Read, destination: torch.Tensor) -> Iterator[Task]:
+        # All threads get some of the reads, as each may wait for its storage.
+        size = min(MAX_ROWS, -(-step.num_reads // self.num_threads), max(1, PART_BYTES // step.read_bytes_each))
+        span_numel = extent(step.outer, "destination") - 1 + step.numel
+        memory, rows = destination.narrow(0, step.nest.destination, span_numel), step.iterations()
+        while batch := list(itertools.islice(rows, size)):
+            needed_bytes = len(batch) * step.needed_bytes_each
+            yield partial(self._read_rows, step.tensor, batch, memory, step.read_bytes_each, needed_bytes)
 
     def _staged_read(self, step: Read, first: int, nest: Nest, put: Put) -> None:
         tensor, read = step.tensor, partial(self.read, step.tensor, first, needed_bytes=step.needed_bytes_each)

@@ -208,7 +208,7 @@ def _slow_paths(name: str, leaves: list[Any], fills: list[Fill]) -> Iterator[Slo
 
 def _is_scattered(step: object) -> bool:
     """Return whether a step reads elements that are not adjacent, or gaps between them."""
-    if not isinstance(step, Read) or step.is_direct:
+    if not isinstance(step, Read):
         return False
     has_runs = any(axis.source == axis.destination == 1 for axis in (*step.outer, *step.nest.axes))
     return not has_runs or step.read_bytes > step.needed_bytes_each * step.num_reads

@@ -83,7 +83,12 @@ class Read:
     @property
     def read_bytes(self) -> int:
         """Bytes of all reads."""
-        return self.num_reads * self.numel * self.tensor.dtype.itemsize
+        return self.num_reads * self.read_bytes_each
+
+    @property
+    def read_bytes_each(self) -> int:
+        """Bytes of one read."""
+        return self.numel * self.tensor.dtype.itemsize
 
     @property
     def needed_bytes_each(self) -> int:
@@ -151,11 +156,11 @@ def written_nests(step: Step) -> Iterator[Nest]:
 
 def plan_reads(copy: Copy, tensor: Source, limits: ReadLimits, *, on_host: bool) -> Iterator[Read]:
     """Yield the reads of `copy`, whose leaf is `tensor`. Only host memory (`on_host`) can be read into directly."""
-    is_direct = on_host and copy.nest.is_run and not copy.nest.casts
-    if is_direct:
+    can_be_direct = on_host and not copy.nest.casts
+    if can_be_direct and copy.nest.is_run:
         limits = limits._replace(staging_bytes=limits.direct_bytes)
-    for part in _blocks(copy.nest, tensor.dtype.itemsize, limits):
-        yield Read(tensor, *part, is_direct)
+    for first, numel, outer, nest in _blocks(copy.nest, tensor.dtype.itemsize, limits):
+        yield Read(tensor, first, numel, outer, nest, can_be_direct and nest.is_run)
 
 
 def plan_pieces(copy: Copy, itemsize: int, limits: ReadLimits) -> Iterator[tuple[int, int, Nest]]:
