@@ -392,8 +392,16 @@ def symbolic_files(context: Context) -> Handlers:
     }
 
 
-def _make(tensor: _SymbolicSlice, device: Any, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor[...].to(device=device, dtype=dtype)
+class _Waiting:
+    """Makes a tensor once a converter has collected all of its parts. A `partial` would take three times the memory."""
+
+    __slots__ = ("_device", "_dtype", "_tensor")
+
+    def __init__(self, tensor: _SymbolicSlice, device: Any, dtype: torch.dtype | None) -> None:
+        self._tensor, self._device, self._dtype = tensor, device, dtype
+
+    def __call__(self) -> torch.Tensor:
+        return self._tensor[...].to(device=self._device, dtype=self._dtype)
 
 
 def collecting_handlers() -> Handlers:
@@ -431,7 +439,7 @@ def collecting_handlers() -> Handlers:
         tensor_idx: Any = None,
     ) -> Any:
         if isinstance(tensor, _SymbolicSlice) and sharding_op is None:
-            return functools.partial(_make, tensor, device, dtype)
+            return _Waiting(tensor, device, dtype)
         sharding = {} if sharding_op is None else {"sharding_op": sharding_op, "tensor_idx": tensor_idx}
         return ordinary(None, tensor, device, dtype, **sharding)
 
