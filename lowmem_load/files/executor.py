@@ -385,13 +385,14 @@ class Executor:
                 yield from move_tasks(step.nest, known.tensors[step.value], put)
 
     def _direct_reads(self, step: Read, destination: torch.Tensor) -> Iterator[Task]:
+        nbytes = step.numel * step.tensor.dtype.itemsize
         # All threads get some of the reads, as each may wait for its storage.
-        size = min(MAX_ROWS, -(-step.num_reads // self.num_threads), max(1, PART_BYTES // step.read_bytes_each))
+        size = min(MAX_ROWS, -(-step.num_reads // self.num_threads), max(1, PART_BYTES // nbytes))
         span_numel = extent(step.outer, "destination") - 1 + step.numel
         memory, rows = destination.narrow(0, step.nest.destination, span_numel), step.iterations()
         while batch := list(itertools.islice(rows, size)):
             needed_bytes = len(batch) * step.needed_bytes_each
-            yield partial(self._read_rows, step.tensor, batch, memory, step.read_bytes_each, needed_bytes)
+            yield partial(self._read_rows, step.tensor, batch, memory, nbytes, needed_bytes)
 
     def _staged_read(self, step: Read, first: int, nest: Nest, put: Put) -> None:
         tensor, read = step.tensor, partial(self.read, step.tensor, first, needed_bytes=step.needed_bytes_each)

@@ -105,7 +105,7 @@ def parse_header(header: bytes, file_name: str, file_nbytes: int) -> tuple[dict[
         "".join((*tensors, *texts, *texts.values())).encode()  # fails for half a surrogate, which no name may have
     except (ValueError, TypeError, RecursionError) as error:
         raise HeaderError(f"{file_name}: header is not valid JSON of tensors: {error}") from error
-    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # few, which experts share: 130 bytes for each tensor else
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # which experts share: else 130 bytes for each tensor
     entries = {name: _entry(name, fields, data_start, file_name, shapes) for name, fields in tensors.items()}
     _check_tiling(entries, data_start, file_name, file_nbytes)
     return entries, metadata
@@ -124,49 +124,39 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _are_sizes(values: Any) -> bool:
-    if not isinstance(values, list):
-        return False
-    wrong = [value for value in values if type(value) is not int or not 0 <= value <= MAX_SIZE]  # a bool is an int
-    return not wrong
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_SIZE
 
 
 def _entry(
     name: str, fields: Any, data_start: int, file_name: str, shapes: dict[tuple[int, ...], tuple[int, ...]]
 ) -> Entry:
+    where = f"{file_name}: tensor {name!r}"
     if not isinstance(fields, dict) or not fields.keys() >= FIELDS:
-        raise HeaderError(f"{file_name}: tensor {name!r} lacks dtype, shape or data_offsets")
-    code, sizes, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+        raise HeaderError(f"{where} lacks dtype, shape or data_offsets")
+    code, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(code, str) or code not in BITS:
-        known = ", ".join(BITS)
-        raise HeaderError(f"{file_name}: tensor {name!r} has unknown dtype {reprlib.repr(code)}; known are {known}")
-    if not _are_sizes(sizes):
-        raise HeaderError(f"{file_name}: tensor {name!r} has shape {reprlib.repr(sizes)}, expected a list of sizes")
-    if not _are_sizes(offsets) or len(offsets) != 2:
-        raise HeaderError(
-            f"{file_name}: tensor {name!r} has data_offsets {reprlib.repr(offsets)}, expected [start, end)"
-        )
+        raise HeaderError(f"{where} has unknown dtype {reprlib.repr(code)}; known are {', '.join(BITS)}")
+    if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
+        raise HeaderError(f"{where} has shape {reprlib.repr(shape)}, expected a list of sizes")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
+        raise HeaderError(f"{where} has data_offsets {reprlib.repr(offsets)}, expected [start, end)")
     numel = 1
-    for size in sizes:
+    for size in shape:
         numel *= size
         if numel > MAX_SIZE:  # even if a size of 0 follows, as in safetensors
             break
     nbits = numel * BITS[code]
-    start, end = offsets
-    if nbits > MAX_SIZE or nbits != 8 * (end - start):
-        raise HeaderError(f"{file_name}: tensor {name!r} {_misfit(nbits, code, sizes, offsets)}")
-    shape = tuple(sizes)
-    return Entry(data_start + start, data_start + end, name, code, shapes.setdefault(shape, shape))
-
-
-def _misfit(nbits: int, code: str, sizes: list[int], offsets: list[int]) -> str:
-    """Return what is wrong with a tensor whose bits are not those of its offsets."""
     if nbits > MAX_SIZE:
-        return f"has shape {reprlib.repr(sizes)}, too large to be counted"
-    what = f"of shape {tuple(sizes)} and dtype {code}"
+        raise HeaderError(f"{where} has shape {reprlib.repr(shape)}, too large to be counted")
+    what = f"{where} of shape {tuple(shape)} and dtype {code}"
     if nbits % 8:
-        return f"{what} has {nbits} bits, which is not a whole number of bytes"
-    return f"{what} needs {nbits // 8} bytes, but its data_offsets {offsets} have {offsets[1] - offsets[0]}"
+        raise HeaderError(f"{what} has {nbits} bits, which is not a whole number of bytes")
+    start, end = offsets
+    if end - start != nbits // 8:
+        raise HeaderError(f"{what} needs {nbits // 8} bytes, but its data_offsets {offsets} have {end - start}")
+    sizes = tuple(shape)
+    return Entry(data_start + start, data_start + end, name, code, shapes.setdefault(sizes, sizes))
 
 
 def _check_tiling(entries: Mapping[str, Entry], data_start: int, file_name: str, file_nbytes: int) -> None:
@@ -203,17 +193,17 @@ class Safetensors:
 
 def _source(path: str, entry: Entry) -> Source:
     """Return a tensor as safetensors' own loader gives it. UnsupportedError: torch lacks its dtype or shape."""
-    code, shape = entry.code, entry.shape
-    if math.prod(size or 1 for size in shape) > MAX_TORCH_SIZE:
-        raise UnsupportedError(f"{path}: tensor {entry.name!r}: its shape {shape} is too large for torch")
+    where, code, shape = f"{path}: tensor {entry.name!r}", entry.code, entry.shape
+    if math.prod(max(1, size) for size in shape) > MAX_TORCH_SIZE:
+        raise UnsupportedError(f"{where}: its shape {shape} is too large for torch")
     if code not in DTYPES:
-        raise UnsupportedError(f"{path}: tensor {entry.name!r}: torch {torch.__version__} has no dtype for its {code}")
+        raise UnsupportedError(f"{where}: torch {torch.__version__} has no dtype for its {code}")
     if code in PACKED:
         *rows, last = shape
         if last % PACKED[code]:
             raise UnsupportedError(
-                f"{path}: tensor {entry.name!r}: its shape {shape} is odd in the last dimension, along which torch "
-                f"packs {PACKED[code]} elements of {code} into one"
+                f"{where}: its shape {shape} is odd in the last dimension, along which torch packs {PACKED[code]} "
+                f"elements of {code} into one"
             )
         shape = (*rows, last // PACKED[code])
     return Source(path, entry.name, entry.start, shape, DTYPES[code])

@@ -177,13 +177,9 @@ def extent(axes: Sequence[Axis], side: Side) -> int:
 
 def offsets(axes: Sequence[Axis]) -> Iterator[tuple[int, int]]:
     """Yield the source and destination offset of each combination of iterations. The last axis runs fastest."""
-    if not axes:
-        yield 0, 0
-        return
-    *outer, (size, source_stride, destination_stride) = axes
-    for source, destination in offsets(outer):
-        for iteration in range(size):
-            yield source + iteration * source_stride, destination + iteration * destination_stride
+    for iterations in itertools.product(*(range(axis.size) for axis in axes)):
+        pairs = list(zip(iterations, axes, strict=True))
+        yield sum(t * axis.source for t, axis in pairs), sum(t * axis.destination for t, axis in pairs)
 
 
 def nests_within(nest: Nest, region: Region, shape: Sequence[int]) -> Iterator[Nest]:

@@ -83,12 +83,7 @@ class Read:
     @property
     def read_bytes(self) -> int:
         """Bytes of all reads."""
-        return self.num_reads * self.read_bytes_each
-
-    @property
-    def read_bytes_each(self) -> int:
-        """Bytes of one read."""
-        return self.numel * self.tensor.dtype.itemsize
+        return self.num_reads * self.numel * self.tensor.dtype.itemsize
 
     @property
     def needed_bytes_each(self) -> int:
