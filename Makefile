@@ -55,7 +55,7 @@ help:
 	@echo "make check   formatting, lint, types"
 	@echo "make docs    the documentation site, into build/site (half a minute the first time)"
 	@echo "make coverage  all tests, with the lines and branches of the package that they run (at least 92 % of each)"
-	@echo "make compat  six sets of releases, each in an environment of its own (hours, 31 GB)"
+	@echo "make compat  seven sets of releases, each in an environment of its own (hours, 31 GB)"
 	@echo "make compat-here  the oldest of them over the torch of .venv, fewer tests (4 minutes)"
 	@echo "make zoo     compare all model types with ordinary and default ZeRO-3 loads (about an hour)"
 	@echo "make fuzz    mutated inputs of every kind (10 minutes each; FUZZ_SECONDS=60)"

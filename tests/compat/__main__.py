@@ -132,6 +132,8 @@ def write_tables(tested: Mapping[str, Any]) -> None:
     written = [markdown(lines), ""]
     skipped: dict[str, list[str]] = {}
     for name in names:
+        left_out = ENVIRONMENTS[name].get("left_out", {})
+        written += [f"- {name}, left out: {release}: {cause}" for release, cause in left_out.items()]
         for group in tested[name]["groups"].values():
             written += [f"- {name}, failed: `{test}`: {why}" for test, why in group["failed"].items()]
             for why, number in group["skipped"].items():

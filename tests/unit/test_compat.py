@@ -14,7 +14,7 @@ RESULTS = json.loads(TESTED.read_text(encoding="utf-8"))
 
 
 def test_a_result_is_of_the_present_pins_of_its_environment() -> None:
-    assert len(ENVIRONMENTS) <= 6
+    assert len(ENVIRONMENTS.keys() - {"next"}) <= 6
     assert RESULTS
     for name, result in RESULTS.items():
         for package, pin in ENVIRONMENTS[name]["pins"].items():
