@@ -14,6 +14,7 @@ from lowmem_load.training_checkpoints.names import weights_in, without_wrappers
 from lowmem_load.training_checkpoints.rank_files import open_rank_files, rank_files
 from lowmem_load.training_checkpoints.safetensors_shards import open_shards, shard_files
 from lowmem_load.training_checkpoints.saved_state import OF_VERL, BandedTensor, Entries, Files, own_files
+from lowmem_load.training_checkpoints.torch_checkpointing import ITEMS, open_items
 from lowmem_load.training_checkpoints.zero_checkpoint import PLACEHOLDER, find_folder, open_checkpoint
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -62,6 +63,8 @@ def open_state(folder: str, executor: Executor) -> tuple[str, Entries, Files]:
         files = Files(place, executor)
         if os.path.isfile(os.path.join(place, METADATA)):
             return "torch DCP", open_dcp(files), files
+        if os.path.isfile(os.path.join(place, ITEMS)):
+            return "torch_checkpointing", open_items(files), files
         kind, names = rank_files(place)
         shards = shard_files(place)
         if names or shards:
@@ -77,14 +80,15 @@ def open_state(folder: str, executor: Executor) -> tuple[str, Entries, Files]:
             "name begins with a dot)"
         )
     raise CheckpointError(
-        f"{folder}: is not a training checkpoint: it has no {METADATA} of torch DCP, no files of ranks "
-        "(model_world_size_*_rank_*.pt), no shard-*.safetensors, and no file 'latest' of DeepSpeed (if it has tags, "
-        f"name one; if it is a model, name it as such, not as weights). It contains {listed(names) or 'nothing'}"
+        f"{folder}: is not a training checkpoint: it has no {METADATA} of torch DCP, no {ITEMS} of "
+        "torch_checkpointing, no files of ranks (model_world_size_*_rank_*.pt), no shard-*.safetensors, and no file "
+        "'latest' of DeepSpeed (if it has tags, name one; if it is a model, name it as such, not as weights). It "
+        f"contains {listed(names) or 'nothing'}"
     )
 
 
 def open_model(folder: str, executor: Executor, *, tag: str | None = None, part: str | None = None) -> SavedModel:
-    """Return the model in a checkpoint of DeepSpeed's ZeRO, of torch DCP, or of files of ranks. Reads no weights.
+    """Return the model in a checkpoint of DeepSpeed's ZeRO, of torch's packages, or of files of ranks.
 
     The executor keeps the files open. `tag` is that of a checkpoint of DeepSpeed; None: the one that the file `latest`
     names. `part` is the part of a state dict of torch that is the model; see `weights_in`.

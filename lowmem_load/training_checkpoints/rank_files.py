@@ -13,15 +13,16 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.inert_pickle import WRAPPER, Foreign, Tensor, is_shape
 from lowmem_load.files.torch_zip import MAX_PICKLE_NBYTES, TorchObjects, describe_objects
-from lowmem_load.planning.expression import Shape, slice_dim
+from lowmem_load.planning.expression import Expression, Shape, slice_dim
 from lowmem_load.planning.regions import Split, grid_of
 from lowmem_load.training_checkpoints.dcp import MAX_KEYS
 from lowmem_load.training_checkpoints.saved_state import BandedTensor, Entries, Files, Tile, are_equal, assemble
@@ -59,11 +60,14 @@ def rank_files(folder: str) -> tuple[str, list[str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shard:
-    """What one rank has of a tensor."""
+class Shard:
+    """What one rank has of a tensor: values of these sizes, for which its file has so many elements."""
 
-    file: TorchObjects
-    local: Tensor
+    path: str
+    sizes: Shape
+    num_elements: int
+    values: Callable[[], Expression]
+    checksum: Callable[[], object | None]  # equal if ranks have equal values; None if that is not known
     shape: Shape  # of the full tensor
     placements: tuple[Foreign, ...] = ()
     places: Sequence[int] = ()  # of the rank in the groups of the mesh, along each dim
@@ -79,14 +83,14 @@ def put_together(folder: str, files: Sequence[TorchObjects], executor: Executor)
 
     The executor reads small tensors that must be equal, and of which the files have no checksum.
     """
-    shards: dict[tuple[str, ...], list[_Shard]] = {}
+    shards: dict[tuple[str, ...], list[Shard]] = {}
     for file in files:
         if not isinstance(file.tree, dict):
             raise CheckpointError(f"{file.path}: is not the file of a state dict")
         for keys, value in _entries(file):
             if (shard := _shard(file, ".".join(keys), value, len(files))) is not None:
                 shards.setdefault(keys, []).append(shard)
-    return {keys: _full(folder, ".".join(keys), parts, executor) for keys, parts in shards.items()}
+    return {keys: full_tensor(folder, ".".join(keys), parts, executor) for keys, parts in shards.items()}
 
 
 def _entries(file: TorchObjects) -> Iterator[tuple[tuple[str, ...], Tensor | Foreign]]:
@@ -108,7 +112,7 @@ def _entries(file: TorchObjects) -> Iterator[tuple[tuple[str, ...], Tensor | For
     return entries(file.tree, ())
 
 
-def _shard(file: TorchObjects, name: str, value: Tensor | Foreign, num_ranks: int) -> _Shard | None:
+def _shard(file: TorchObjects, name: str, value: Tensor | Foreign, num_ranks: int) -> Shard | None:
     """Return what a rank has of a tensor; None if the entry is another object."""
     if "_flat_param" in name:
         raise UnsupportedError(
@@ -116,7 +120,7 @@ def _shard(file: TorchObjects, name: str, value: Tensor | Foreign, num_ranks: in
             "StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT"
         )
     if isinstance(value, Tensor):
-        return _Shard(file, value, value.size)
+        return _of_file(file, name, value, value.size)
     if value.name == WRAPPER:
         return _dtensor(file, name, value, num_ranks)
     if value.name.startswith(("torch._utils._rebuild", _SHARDED_TENSORS)):
@@ -126,7 +130,7 @@ def _shard(file: TorchObjects, name: str, value: Tensor | Foreign, num_ranks: in
     return None
 
 
-def _dtensor(file: TorchObjects, name: str, value: Foreign, num_ranks: int) -> _Shard:
+def _dtensor(file: TorchObjects, name: str, value: Foreign, num_ranks: int) -> Shard:
     """Return what a rank has of a DTensor.
 
     The mesh says where the rank is along each dim, and, in `_flatten_mesh_list` (torch to 2.9) or `_flatten_rank_map`,
@@ -147,26 +151,39 @@ def _dtensor(file: TorchObjects, name: str, value: Foreign, num_ranks: int) -> _
         raise CheckpointError(f"{file.path}: {name}: is not a DTensor of torch 2.6 to 2.13: {error!r}") from error
     if list(ranks) != sorted(ranks):
         raise UnsupportedError(f"{file.path}: {name}: its mesh has ranks in another order; save it with torch DCP")
-    return _Shard(file, local, shape, placements, places)
+    return _of_file(file, name, local, shape, placements, places)
 
 
-def _full(folder: str, name: str, shards: Sequence[_Shard], executor: Executor) -> BandedTensor:
+def _of_file(
+    file: TorchObjects,
+    name: str,
+    local: Tensor,
+    shape: Shape,
+    cuts: tuple[Foreign, ...] = (),
+    places: Sequence[int] = (),
+) -> Shard:
+    values, checksum = partial(file.expression, local, name), partial(file.checksum, local)
+    return Shard(file.path, local.size, local.storage.numel, values, checksum, shape, cuts, places)
+
+
+def full_tensor(folder: str, name: str, shards: Sequence[Shard], executor: Executor) -> BandedTensor:
+    """Return the tensor that the shards of all ranks make up, of which those at one place must have equal values."""
     shape, placements = shards[0].shape, [placement.name for placement in shards[0].placements]
-    by_place: dict[tuple[int, ...], _Shard] = {}
+    by_place: dict[tuple[int, ...], Shard] = {}
     for shard in shards:
         if (shard.shape, [placement.name for placement in shard.placements]) != (shape, placements):
             raise CheckpointError(
-                f"{shard.file.path}: {name} is of shape {shard.shape} and placed differently than in "
-                f"{os.path.basename(shards[0].file.path)}: the files are of different saves"
+                f"{shard.path}: {name} is of shape {shard.shape} and placed differently than in "
+                f"{os.path.basename(shards[0].path)}: the files are of different saves"
             )
         # Along the dims of the mesh that do not cut the tensor all ranks have one place.
         cuts = zip(shard.placements, shard.places, strict=True)
         place = tuple(index for placement, index in cuts if not placement.name.endswith(".Replicate"))
         first = by_place.setdefault(place, shard)
-        if first is not shard and 0 not in shard.local.size and not _are_replicas(name, first, shard, executor):
+        if first is not shard and 0 not in shard.sizes and not _are_replicas(name, first, shard, executor):
             raise CheckpointError(
-                f"{shard.file.path}: {name} has other values than the same part in "
-                f"{os.path.basename(first.file.path)}: the files do not say what each rank has of it"
+                f"{shard.path}: {name} has other values than the same part in "
+                f"{os.path.basename(first.path)}: the files do not say what each rank has of it"
             )
     # A mesh dim has as many ranks as places occur along it.
     sizes = [max(along) + 1 for along in zip(*(shard.places for shard in shards), strict=True)]
@@ -174,16 +191,15 @@ def _full(folder: str, name: str, shards: Sequence[_Shard], executor: Executor) 
     return assemble(f"{folder}: {name}", shape, tiles)
 
 
-def _are_replicas(name: str, one: _Shard, other: _Shard, executor: Executor) -> bool:
+def _are_replicas(name: str, one: Shard, other: Shard, executor: Executor) -> bool:
     """Return whether ranks have the same values of one part: each may have experts of its own under one name."""
-    checksums = {shard.file.checksum(shard.local) for shard in (one, other)}
+    checksums = {one.checksum(), other.checksum()}
     if None not in checksums:
         return len(checksums) == 1
-    first, second = (shard.file.expression(shard.local, name) for shard in (one, other))
-    return are_equal(name, first, second, executor)
+    return are_equal(name, one.values(), other.values(), executor)
 
 
-def _tiles(name: str, shard: _Shard, mesh: Sequence[int], num_ranks: int) -> Iterator[Tile]:
+def _tiles(name: str, shard: Shard, mesh: Sequence[int], num_ranks: int) -> Iterator[Tile]:
     splits = [
         split
         for placement, num_chunks, index in zip(shard.placements, mesh, shard.places, strict=True)
@@ -191,21 +207,20 @@ def _tiles(name: str, shard: _Shard, mesh: Sequence[int], num_ranks: int) -> Ite
     ]
     if (factor := max((split.split_factor for split in splits), default=1)) > num_ranks:
         raise CheckpointError(
-            f"{shard.file.path}: {name}: its placements cut it into {factor} groups, one for each rank of another dim "
+            f"{shard.path}: {name}: its placements cut it into {factor} groups, one for each rank of another dim "
             f"of the mesh, and the mesh has only {num_ranks} ranks"
         )
     grid = grid_of(shard.shape, splits)
-    if grid.sizes != shard.local.size and grid.numel + shard.local.storage.numel:
+    if grid.sizes != shard.sizes and grid.numel + shard.num_elements:
         raise CheckpointError(
-            f"{shard.file.path}: {name}: its local tensor is of shape {shard.local.size}, its placements give "
-            f"{grid.sizes}"
+            f"{shard.path}: {name}: its local tensor is of shape {shard.sizes}, its placements give {grid.sizes}"
         )
     if not grid.numel:
         return
-    local = shard.file.expression(shard.local, name)
+    local = shard.values()
     # Each piece has an element of its own, unless the file is forged.
-    if math.prod(map(len, grid.runs)) > shard.local.storage.numel:
-        raise CheckpointError(f"{shard.file.path}: {name}: has fewer elements than pieces")
+    if math.prod(map(len, grid.runs)) > shard.num_elements:
+        raise CheckpointError(f"{shard.path}: {name}: has fewer elements than pieces")
     for starts, first, sizes in grid.boxes():
         values = local
         for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
@@ -213,20 +228,20 @@ def _tiles(name: str, shard: _Shard, mesh: Sequence[int], num_ranks: int) -> Ite
         yield Tile(first, values)
 
 
-def _split(shard: _Shard, name: str, placement: Foreign, num_chunks: int, index: int) -> Iterator[Split]:
+def _split(shard: Shard, name: str, placement: Foreign, num_chunks: int, index: int) -> Iterator[Split]:
     kind, state = placement.name.rpartition(".")[2], placement.state if isinstance(placement.state, dict) else {}
     if kind == "Replicate":
         return
     dim, factor = state.get("dim"), state.get("split_factor", 1)
     if kind not in ("Shard", "_StridedShard") or type(dim) is not int or type(factor) is not int or factor < 1:
-        raise UnsupportedError(f"{shard.file.path}: {name}: cannot be read by ranges from its placement {kind}")
+        raise UnsupportedError(f"{shard.path}: {name}: cannot be read by ranges from its placement {kind}")
     dim = dim if dim >= 0 else dim + len(shard.shape)
     if not 0 <= dim < len(shard.shape):
-        raise CheckpointError(f"{shard.file.path}: {name}: is cut along dim {dim} of shape {shard.shape}")
+        raise CheckpointError(f"{shard.path}: {name}: is cut along dim {dim} of shape {shard.shape}")
     if factor > 1 and shard.shape[dim] % (factor * num_chunks):
         # Releases of torch cut such a dim differently.
         raise UnsupportedError(
-            f"{shard.file.path}: {name}: dim {dim} of {shard.shape} is cut by _StridedShard into {factor} x "
+            f"{shard.path}: {name}: dim {dim} of {shard.shape} is cut by _StridedShard into {factor} x "
             f"{num_chunks} parts that are not equal; gather it with the release of torch that saved it"
         )
     yield Split(dim, num_chunks, index, factor)

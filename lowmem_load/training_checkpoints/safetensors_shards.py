@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from lowmem_load.errors import CheckpointError
+from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.files.inert_pickle import is_shape
 from lowmem_load.files.safetensors import Safetensors
 from lowmem_load.planning.expression import numel
@@ -41,6 +41,11 @@ def open_shards(files: Files, names: Sequence[str]) -> Entries:
     for name in names:
         file = files.open(name, Safetensors().describe)
         offsets = _offsets_in(file.path, (file.metadata or {}).get(_SHARDING_INFO))
+        if fields := {field for entry in offsets.values() for field in entry} - {_OFFSETS}:
+            raise UnsupportedError(
+                f"{file.path}: its header has {listed(sorted(fields))}, as in pytorch's pull request 189945, which may "
+                "give tensors other names; save with torch 2.13"
+            )
         for tensor in file.names:
             values = file.expression(tensor)
             first = offsets.get(tensor, {}).get(_OFFSETS)

@@ -23,7 +23,7 @@ from lowmem_load.files.inert_pickle import Foreign, Storage, Tensor, objects
 from lowmem_load.files.torch_zip import TorchObjects, _Entry
 from lowmem_load.training_checkpoints.names import NamedWeights, weights_in, without_wrappers
 from lowmem_load.training_checkpoints.open_model import open_model, open_state
-from lowmem_load.training_checkpoints.rank_files import _dtensor, _Shard, _tiles
+from lowmem_load.training_checkpoints.rank_files import _dtensor, _of_file, _tiles
 from tests.fuzz.targets import CORPUS
 
 TENSORS = {
@@ -171,6 +171,9 @@ def test_parts_in_safetensors_files(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=text):
             values_in(shards(tmp_path / name, wrong))
+    later = [{"d": {**place["d"], "global_shape": [300, 300]}} for place in places]
+    with pytest.raises(UnsupportedError, match="its header has global_shape, as in pytorch's pull request 189945"):
+        values_in(shards(tmp_path / "later", later))
     first = tmp_path / "right" / "shard-00001-model-00001-of-00001.safetensors"
     shutil.copyfile(first, tmp_path / "right" / "shard-00001-model-00001-of-00002.safetensors")
     with pytest.raises(CheckpointError, match="d: two files have the same part of it"):
@@ -244,7 +247,7 @@ def test_a_forged_cut_does_not_make_as_many_pieces_as_it_says(num_dims: int, siz
     states = [{"dim": dim, "split_factor": factor} for dim in range(num_dims)]
     cuts = tuple(Foreign("torch.distributed.tensor.placement_types._StridedShard", (), state) for state in states)
     with pytest.raises(CheckpointError, match=text):
-        list(_tiles("w", _Shard(file, local, (size,) * num_dims, cuts, zeros), [2] * num_dims, 2))
+        list(_tiles("w", _of_file(file, "w", local, (size,) * num_dims, cuts, zeros), [2] * num_dims, 2))
 
 
 def in_many_places() -> Any:
