@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from lowmem_load import CheckpointError, UnsupportedError, consolidate
+from lowmem_load import CheckpointError, UnsupportedError, consolidate, load_model
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.files.executor import Executor
 from lowmem_load.training_checkpoints.open_model import open_model
 from tests import builders
-from tests.multi_rank.test_save import equal_folders
+from tests.model_digest import model_digest
+from tests.multi_rank.test_save import BF16, equal_folders
 from tests.multi_rank.test_training_checkpoints import model_of, sharded
 from tests.ranks import run_ranks
 from tests.unit.test_dcp import values_in
@@ -71,6 +72,11 @@ def save_all(llama: Path, root: Path, full: dict[str, torch.Tensor]) -> None:
         save(root / "other-4", {"a": full["a"] + dist.get_rank()})
 
 
+def load_from(llama: Path, checkpoint: Path, expected: Path) -> None:
+    found = load_model(str(llama), BF16, weights_from=str(checkpoint))
+    assert model_digest(found) == model_digest(load_model(str(expected), BF16))
+
+
 @pytest.fixture(scope="module")
 def saved(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     llama, root = builders.tiny_llama(checkpoints), tmp_path_factory.mktemp("saved")
@@ -90,6 +96,7 @@ def test_tensors_are_equal(saved: tuple[Path, Path], tmp_path: Path) -> None:
     for folder in (root / f"llama-{kind}" for kind in (1, 2, 4, "hsdp")):
         consolidate(folder, tmp_path / folder.name, config=llama)
         equal_folders(tmp_path / folder.name, tmp_path / "expected")
+    run_ranks(load_from, llama, root / "llama-4", tmp_path / "expected", world_size=2)
 
 
 def test_what_cannot_be_read_is_refused(saved: tuple[Path, Path], tmp_path: Path) -> None:
