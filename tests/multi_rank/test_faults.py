@@ -33,6 +33,14 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return predicate
 
 
+def raises_in_time(kind: type[BaseException], text: str, work: Callable[[], Any], case: str = "") -> None:
+    start = time.perf_counter()
+    with pytest.raises(kind, match=text) as caught:
+        work()
+    assert type(caught.value) is kind, case
+    assert time.perf_counter() - start < LIMIT_S, case
+
+
 def fail_on_the_last_rank(path: str) -> None:
     """Each fault on the last rank; all ranks raise, and load the same model afterwards."""
     last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
@@ -59,11 +67,7 @@ def fail_on_the_last_rank(path: str) -> None:
         ),
     }
     for name, (load, kind, text) in faults.items():
-        start = time.perf_counter()
-        with pytest.raises(kind, match=text) as caught:
-            load()
-        assert type(caught.value) is kind, name
-        assert time.perf_counter() - start < LIMIT_S, name
+        raises_in_time(kind, text, load, name)
         load_model(path, BF16)
 
 
@@ -74,11 +78,7 @@ def leave_alone(path: str) -> None:
     everyone = dist.new_group()
 
     def expect(kind: type[BaseException], text: str, work: Callable[[], Any]) -> None:
-        start = time.perf_counter()
-        with pytest.raises(kind, match=text) as caught:
-            work()
-        assert type(caught.value) is kind
-        assert time.perf_counter() - start < LIMIT_S
+        raises_in_time(kind, text, work)
         if kind is not RankError:  # at once it would be in time for the others' load, and no harm done
             time.sleep(2.5)
         load_model(path, BF16, data_parallel_group=everyone)

@@ -1,12 +1,11 @@
 """`iter_weights`: its buckets hold, bit for bit, what the files of `save_model` hold."""
 
-import contextlib
 import copy
 import gc
 import importlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,29 +27,11 @@ from tests import builders
 from tests.model_digest import model_digest
 from tests.multi_rank.test_load_into import filled, meshes
 from tests.multi_rank.test_modes import is_compiled
-from tests.multi_rank.test_save import ADAM, BF16, FP32, adapted, stage_3
+from tests.multi_rank.test_save import ADAM, BF16, FP32, adapted, counted, stage_3
 from tests.ranks import run_ranks
 
 COLLECTIVES = ("all_gather_single", "all_gather_into_tensor", "gather", "broadcast", "isend", "irecv")
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[list[str]]:
-    """Yields the names of the collectives of torch's that run meanwhile."""
-    found: list[str] = []
-    before = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
-
-    def count(name: str, *args: Any, **kwargs: Any) -> Any:
-        found.append(name)
-        return before[name](*args, **kwargs)
-
-    for name in before:
-        setattr(dist, name, lambda *args, name=name, **kwargs: count(name, *args, **kwargs))
-    try:
-        yield found
-    finally:
-        for name, function in before.items():
-            setattr(dist, name, function)
+"""Some releases of torch lack some of them."""
 
 
 def saved(model: Any, folder: str, **kwargs: Any) -> dict[str, torch.Tensor]:
@@ -76,7 +57,7 @@ def assert_sent(
     middle, others = (total // 5, ("all", world_size - 1)), [(1 << 30, ("all", 0)), (1, ("all",))]
     for bucket_bytes, receivers in [middle] if is_short else [middle, *others]:
         for to in receivers:
-            with counted() as collectives:
+            with counted([name for name in COLLECTIVES if hasattr(dist, name)]) as collectives:
                 buckets = [list(bucket) for bucket in iter_weights(model, bucket_bytes=bucket_bytes, dst=to, **kwargs)]
             found = [pair for bucket in buckets for pair in bucket]
             where = (case, bucket_bytes, to)

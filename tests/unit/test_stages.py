@@ -46,6 +46,14 @@ def missing(context: Context, *shape: int) -> SymbolicTensor:
     return made
 
 
+def constant(context: Context, numel: int, value: float) -> nn.Module:
+    """A model with one parameter that no file has, and that is initialized."""
+    made = missing(context, numel)
+    made.fill_(value)
+    context.initialiser.release()
+    return module(weight=made)
+
+
 # -- what is read while describing -----------------------------------------------------------------------------------
 
 
@@ -93,13 +101,7 @@ def test_a_plan_without_values_is_that_of_the_load(build: Build, file: Path) -> 
 
 
 def test_without_values_a_missing_parameter_is_noted_and_not_allocated(file: Path) -> None:
-    def build(_: dict[str, torch.Tensor], context: Context) -> nn.Module:
-        tensor = missing(context, 1 << 40)  # 4 TiB
-        tensor.fill_(1.0)
-        context.initialiser.release()
-        return module(weight=tensor)
-
-    found = described(file, build, holds_values=False)
+    found = described(file, lambda _, context: constant(context, 1 << 40, 1.0), holds_values=False)  # 4 TiB
     assert found.read_to_describe == ()
     assert found.model.get_parameter("weight").shape == (1 << 40,)
 
@@ -305,15 +307,8 @@ class TwoPieces(Replicated):
 
 def test_a_held_value_is_there_for_every_destination(file: Path) -> None:
     """hpZ's secondary partition needs a missing parameter's value after the partition was filled."""
-
-    def build(_: dict[str, torch.Tensor], context: Context) -> nn.Module:
-        made = missing(context, 10)
-        made.fill_(3.0)
-        context.initialiser.release()
-        return module(weight=made)
-
     target = TwoPieces((FlatRange(0, 4), FlatRange(2, 10)), (4, 8))
-    found = described(file, build, lambda *_: target)
+    found = described(file, lambda _, context: constant(context, 10, 3.0), lambda *_: target)
     result = executed(found)
     assert [piece.tolist() for piece in target.pieces] == [[3.0] * 4, [3.0] * 8]
     assert not result.constants.tensors, "it is freed after its last use"
