@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,6 +34,9 @@ depending on what the page cache holds, and their plans must not differ.
 STORE = ReadCost(0.03, 9e7, request_bytes=REQUEST_BYTES)
 """Cost of a read from a remote store, by one connection: AWS states 85 to 90 MB/s, and tens of milliseconds until the
 first byte (S3 performance guidelines)."""
+
+NUM_PROBES = 8
+"""Blocks of a file of which the page cache is asked."""
 
 MOUNTS = Path("/proc/self/mountinfo")
 
@@ -91,3 +96,23 @@ def read_cost(paths: Iterable[str]) -> ReadCost:
         if mount.is_network and os.path.exists(path):
             block_bytes = max(block_bytes, os.stat(path).st_blksize, mount.rsize)
     return ReadCost(NETWORK_CALL_S, NETWORK_BYTES_PER_S, block_bytes) if block_bytes > 1 else ReadCost()
+
+
+def is_cached(path: str) -> bool:
+    """Return whether most of some blocks of a file are in the page cache.
+
+    Where that cannot be asked, files of network file systems are not, and others are.
+    """
+    # The question brings a block in. So the ranks of a node must not ask for the same ones.
+    places, num_cached = random.Random(os.urandom(8)), 0
+    try:
+        with open(path, "rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # else the question would start the readahead
+            last = max(0, os.fstat(file.fileno()).st_size - 1)
+            for _ in range(NUM_PROBES):
+                with contextlib.suppress(BlockingIOError):
+                    os.preadv(file.fileno(), [bytearray(1)], places.randint(0, last), os.RWF_NOWAIT)
+                    num_cached += 1
+    except OSError:  # such as EOPNOTSUPP
+        return not mount_of(path).is_network
+    return num_cached > NUM_PROBES // 2

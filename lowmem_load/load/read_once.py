@@ -45,6 +45,11 @@ class ReadOnce:
         self._memory: dict[tuple[int, int], torch.Tensor] = {}
 
     @property
+    def num_on_node(self) -> int:
+        """Number of ranks on the node of this one."""
+        return self._nodes.count(self._nodes[self.ranks.rank])
+
+    @property
     def num_waits(self) -> int:
         """Waits for messages, which are progress."""
         return sum(group.num_waits for group in self._groups)

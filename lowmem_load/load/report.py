@@ -54,6 +54,7 @@ class LoadReport(Phases):
         needed_bytes: bytes of the files whose values this rank keeps.
         read_bytes: bytes read from the files, headers excluded.
         num_reads: reads that were made; small adjacent ones share a system call.
+        cold_files: local files that were not in the page cache when the load began. More threads read if most are not.
         received_bytes: bytes that another rank has read for this one.
         requests: what was read from a remote store: requests and bytes. Zeros where all files are on this machine.
         seconds: seconds by phase: describe the model, plan the reads, compare files and plans with other ranks, read.
@@ -85,6 +86,7 @@ class LoadReport(Phases):
     needed_bytes: int = 0
     read_bytes: int = 0
     num_reads: int = 0
+    cold_files: int = 0
     received_bytes: int = 0
     requests: Counts = field(default_factory=Counts)
     peak_device_bytes: int = 0
@@ -145,7 +147,13 @@ class LoadReport(Phases):
         keeps |= {f"{size(self.whole_bytes)} full on every rank": self.whole_bytes}
         needed = f", {size(self.needed_bytes)} needed" if self.needed_bytes else ""  # not counted: read one by one
         read = f"{size(self.read_bytes)} of {size(self.file_bytes)} in the files{needed}"
-        from_files = f"{read}, {self.num_reads:,} reads" if self.file_bytes else "nothing: built from its configuration"
+        cold = f", {self.cold_files} files not cached" if self.cold_files else ""
+        speed = f", {self.read_bytes / 1e9 / self.seconds['read']:.2f} GB/s" if self.seconds.get("read") else ""
+        from_files = (
+            f"{read}, {self.num_reads:,} reads{cold}{speed}"
+            if self.file_bytes
+            else "nothing: built from its configuration"
+        )
         requests = self.requests
         lists = {**self.loading_info, "slow paths": [path.name for path in self.slow_paths]}
         rows = {

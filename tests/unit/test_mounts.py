@@ -1,5 +1,6 @@
 """Which file systems are on the network, and what a read of them is taken to cost. The mounts are made up."""
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -88,3 +89,25 @@ def test_a_mount_may_have_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     mountinfo.write_text(f"1 0 8:1 / / rw - xfs /dev/root rw\n2 1 0:5 / {tmp_path} rw - tmpfs  rw,size=1k\n")
     monkeypatch.setattr(mounts, "MOUNTS", mountinfo)
     assert mount_of(str(tmp_path)) == Mount("tmpfs", 0)
+
+
+def test_whether_a_file_is_cached_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(64 << 20))
+    assert mounts.is_cached(str(path))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if mounts.mount_of(str(path)).kind != "tmpfs":  # whose files are always in memory
+        for _ in range(2):  # ranks of a node ask one after the other
+            assert not mounts.is_cached(str(path))
+    (tmp_path / "empty").touch()
+    assert mounts.is_cached(str(tmp_path / "empty"))
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    for kind, expected in (("ext4", True), ("nfs4", False), ("fuse.s3fs", False)):
+        monkeypatch.setattr(mounts, "mount_of", lambda _, kind=kind: mounts.Mount(kind, 0))
+        assert mounts.is_cached(str(path)) is expected

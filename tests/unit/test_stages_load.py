@@ -15,6 +15,9 @@ from lowmem_load import get_load_report, load_into, load_model, phases, plan
 from lowmem_load.distributed.nodes import Room
 from lowmem_load.errors import CheckpointError, MemoryShortageError
 from lowmem_load.files import source
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.remote_file import MAX_IN_FLIGHT
+from lowmem_load.files.source import LocalFile
 from lowmem_load.load import checks
 from lowmem_load.load import load as stages
 from tests.storage import fail_once
@@ -158,6 +161,51 @@ def test_reads_that_were_tried_again_are_in_the_notes(
     assert note.startswith(f"tried again after {path}/model-")
     assert note.endswith(".safetensors: Input/output error (1x)")
     assert get_load_report(load(path)).notes == [], "another load has its own"
+
+
+def test_cold_files_are_read_by_more_threads_and_faults_are_met_as_before(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault that passes is tried again; reads that give little go on; one that lasts ends the load."""
+    threads, ordinary, found = set(), LocalFile.read_into, {}
+
+    def read_into(self: LocalFile, offset: int, memory: memoryview) -> None:
+        if self.path.endswith(".safetensors") and executors:
+            threads.add(executors[-1].num_threads)
+            if executors[-1].num_threads > 4 and faults:
+                fail_once(monkeypatch, faults.pop())
+        ordinary(self, offset, memory)
+
+    def made(*args: Any) -> Executor:
+        executors.append(make_executor(*args))
+        return executors[-1]
+
+    executors: list[Executor] = []
+    faults: list[str] = []
+    make_executor = stages.make_executor
+    monkeypatch.setattr(source, "RETRY_DELAYS_S", (0.0,))
+    monkeypatch.setattr(stages, "make_executor", made)
+    monkeypatch.setattr(LocalFile, "read_into", read_into)
+    for is_warm in (True, False):
+        monkeypatch.setattr(stages, "is_cached", lambda _, is_warm=is_warm: is_warm)
+        faults[:] = [] if is_warm else [".safetensors"]
+        model = load_model(path, {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}})
+        found[is_warm], report = model.state_dict(), get_load_report(model)
+        num_files = len(list(path.glob("*.safetensors")))
+        assert report.cold_files == (0 if is_warm else num_files)
+        assert (f"{num_files} files not cached" in str(report)) is not is_warm
+        assert executors[-1].num_threads == (executors[0].num_threads if is_warm else MAX_IN_FLIGHT)
+    assert executors[0].num_threads < MAX_IN_FLIGHT
+    assert "Input/output error (1x)" in report.notes[0]
+    assert all(torch.equal(found[True][name], tensor) for name, tensor in found[False].items())
+    cut = os.preadv
+
+    def ended(descriptor: int, buffers: Any, offset: int) -> int:
+        return 0 if executors[-1].num_threads == MAX_IN_FLIGHT else cut(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", ended)  # the file has shrunk
+    with pytest.raises(CheckpointError, match="ended at byte"):
+        load_model(path, BF16)
 
 
 def test_shards_need_host_memory_until_they_have_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
