@@ -189,7 +189,7 @@ class Load:
                 device = target.device.type if settings.offload_device == "none" else settings.offload_device
                 refuse_other_zero_init(around, dtype=settings.dtype, device=device, world_size=settings.world_size)
             planned = make_plan(described, ranks.rank, read_cost([file.path for file in described.files]))
-            report.cold_files = have_enough_in_flight(executor, planned.plan.files, once.num_on_node)
+            report.cold_files = have_enough_in_flight(executor, planned.plan.files, target.device, once.num_on_node)
             shared, message_bytes = once.plan(planned.plan, target.device)
             uses = memory_uses(ranks.rank, planned.plan, described, executor.num_threads, message_bytes)
             agreed.digest = {"plan": planned.plan.fingerprint, "as share_reads": self.options.share_reads}
@@ -251,13 +251,16 @@ def make_executor(call: Call, num_ranks: int) -> Executor:
     return Executor(num_threads=min(MAX_THREADS, cores(num_ranks)))
 
 
-def have_enough_in_flight(executor: Executor, files: Sequence[PlannedFile], num_ranks: int) -> int:
-    """Return how many local files are not cached. If there are any, so many threads read that the storage is busy.
+def have_enough_in_flight(
+    executor: Executor, files: Sequence[PlannedFile], device: torch.device, num_ranks: int
+) -> int:
+    """Return how many local files are not cached. If most are not, so many threads read that the storage is busy.
 
-    A read that waits for storage needs no core. Reads of cached files do, and take more of it with more threads.
+    A read that waits for storage needs no core. Reads of cached files do, and take more of it with more threads. For a
+    device there are no more threads, because each has pinned slots, which stay.
     """
     num_cold = sum(not is_stand_in(file.path) and not is_cached(file.path) for file in files)
-    if 2 * num_cold > len(files):
+    if device.type == "cpu" and 2 * num_cold > len(files):
         executor.tasks.close()
         executor.num_threads = max(executor.num_threads, requests_in_flight(num_ranks))
         executor.renew_tasks(executor.num_threads)

@@ -54,7 +54,8 @@ class LoadReport(Phases):
         needed_bytes: bytes of the files whose values this rank keeps.
         read_bytes: bytes read from the files, headers excluded.
         num_reads: reads that were made; small adjacent ones share a system call.
-        cold_files: local files that were not in the page cache when the load began. More threads read if most are not.
+        cold_files: local files that were not in the page cache when the load began. If most are not, more threads read
+            into host memory.
         received_bytes: bytes that another rank has read for this one.
         requests: what was read from a remote store: requests and bytes. Zeros where all files are on this machine.
         seconds: seconds by phase: describe the model, plan the reads, compare files and plans with other ranks, read.
