@@ -30,7 +30,8 @@ from tests.multi_rank.test_modes import is_compiled
 from tests.multi_rank.test_save import ADAM, BF16, FP32, adapted, counted, stage_3
 from tests.ranks import run_ranks
 
-COLLECTIVES = ("all_gather_single", "all_gather_into_tensor", "gather", "broadcast", "isend", "irecv")
+NAMES = ("all_gather_single", "all_gather_into_tensor", "gather", "broadcast", "isend", "irecv")
+COLLECTIVES = [name for name in NAMES if hasattr(dist, name)]
 """Some releases of torch lack some of them."""
 
 
@@ -57,7 +58,7 @@ def assert_sent(
     middle, others = (total // 5, ("all", world_size - 1)), [(1 << 30, ("all", 0)), (1, ("all",))]
     for bucket_bytes, receivers in [middle] if is_short else [middle, *others]:
         for to in receivers:
-            with counted([name for name in COLLECTIVES if hasattr(dist, name)]) as collectives:
+            with counted(COLLECTIVES) as collectives:
                 buckets = [list(bucket) for bucket in iter_weights(model, bucket_bytes=bucket_bytes, dst=to, **kwargs)]
             found = [pair for bucket in buckets for pair in bucket]
             where = (case, bucket_bytes, to)

@@ -24,9 +24,9 @@ from lowmem_load.errors import ConfigError, RankError
 from lowmem_load.integrations.install import streaming
 from lowmem_load.weights_out.iter_weights import hand_over
 from tests import builders
-from tests.multi_rank.test_iter_weights import assert_equal, counted
+from tests.multi_rank.test_iter_weights import COLLECTIVES, assert_equal
 from tests.multi_rank.test_load_into import filled, meshes
-from tests.multi_rank.test_save import FP32, adapted
+from tests.multi_rank.test_save import FP32, adapted, counted
 from tests.ranks import run_ranks
 
 
@@ -328,7 +328,7 @@ def sync_as_trl(paths: dict[str, str]) -> None:
 
     def sent(send: Any) -> tuple[dict[str, torch.Tensor], int]:
         Server.weights, Server.calls[:] = {}, []
-        with counted() as collectives:
+        with counted(COLLECTIVES) as collectives:
             send()
         calls = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"]
         assert list(dict.fromkeys(Server.calls)) == (calls if rank == 0 else [])
