@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -93,27 +92,10 @@ def describe(
     files: tuple[PlannedFile, ...] = ()
     if weights is not None:
         context.weights, files = _training_weights(weights, executor, reads.now)
-    with _without_collection():
-        model, info = call.describe(context)
+    model, info = call.describe(context)
     files += tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
     _, resolved, target = prepare(model)
     return Described(call.name, model, info, resolved, target, files, tuple(reads.nbytes.items()), context.constructor)
-
-
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Inside, the garbage collector does not look for cycles, unless somebody asks it to.
-
-    A description makes objects by the hundred thousand, all of which stay, so that the collector goes again and again
-    through every object of the process: a fifth of the time. The peak of memory is the same.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _training_weights(
