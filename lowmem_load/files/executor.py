@@ -256,8 +256,8 @@ class Executor:
             raise
 
     def renew_tasks(self, num_threads: int) -> None:
-        """Leave further reads to other threads, whatever those that there were are at."""
-        check = self.tasks.check
+        """Leave further reads to so many other threads, whatever those that there were are at."""
+        check, self.num_threads = self.tasks.check, num_threads
         self.tasks, self._uploads = Tasks(num_threads), None
         self.tasks.check = check
 

@@ -261,9 +261,7 @@ def have_enough_in_flight(
     """
     num_cold = sum(not is_stand_in(file.path) and not is_cached(file.path) for file in files)
     if device.type == "cpu" and 2 * num_cold > len(files):
-        executor.tasks.close()
-        executor.num_threads = max(executor.num_threads, requests_in_flight(num_ranks))
-        executor.renew_tasks(executor.num_threads)
+        executor.renew_tasks(max(executor.num_threads, requests_in_flight(num_ranks)))
     return num_cold
 
 
