@@ -127,7 +127,7 @@ $(DOCS)/installed.stamp: $(ROOT)/pyproject.toml
 	cd $(ROOT) && $(DOCS)/bin/python -m $(INSTALL) $$($(DOCS)/bin/python -c '$(EXTRA)')
 	@touch $@
 
-# Everything is made anew, so that every warning of every page is seen. Warnings are errors.
+# Everything is built again, so that every warning of every page is seen. Warnings are errors.
 docs: $(DOCS)/installed.stamp
 	rm -rf $(SITE)
 	cd $(ROOT) && $(DOCS)/bin/python -m sphinx -E -W --keep-going -q -b html -d build/doctrees -c docs . $(SITE)
@@ -142,7 +142,7 @@ test-fast: $(STAMP)
 	cd $(ROOT) && $(RUN) -m pytest -q -m 'not ranks and not slow' tests/unit tests/contracts tests/conversions $(ARGS)
 
 # Ranks have the simulated accelerator of tests/device instead of the CPU.
-ON_DEVICE := tests/device $(patsubst %,tests/multi_rank/test_%.py,parity modes several_models streaming after_load \
+ON_DEVICE := tests/device $(patsubst %,tests/multi_rank/test_%.py,parity modes several_models load_model after_load \
   partial_training partial_precision)
 test-device: export HF_HUB_OFFLINE := 1
 test-device: export LOWMEM_TEST_DEVICE := sim
@@ -236,7 +236,7 @@ part-frameworks:
 
 # What goes to an index is built from the sdist, in a folder of its own. The examples run in an environment that has
 # nothing but the wheel and its requirements: ARGS="first_load rlhf" runs some of them. What DeepSpeed compiles there
-# names the headers of that environment, so it has a folder of its own: in a common one each would compile it anew.
+# names the headers of that environment, so it has a folder of its own: in a common one each would compile it again.
 RELEASE := $(ROOT)/.cache/release-check
 DIST := $(ROOT)/dist
 release-check: export TORCH_EXTENSIONS_DIR := $(RELEASE)/torch_extensions

@@ -38,7 +38,7 @@ from benchmarks.results import (
 from benchmarks.worker import RankResult, Spec, run_group
 
 RANK_OVERHEAD_BYTES = 2**30
-"""Memory of a rank beside weights: imports and the modules themselves are about 0.7 GiB here."""
+"""Memory of a rank in addition to weights: imports and the modules themselves are about 0.7 GiB here."""
 
 TRAIN_BYTES_PER_PARAM = 36
 """Over all ranks. ZeRO-3 with AdamW keeps 14 (bf16 weights 2, fp32 weights 4, two moments 8); with gradients and what a

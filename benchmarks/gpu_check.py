@@ -168,7 +168,7 @@ class Checks:
         return 1 + int(SLOW_S / (time.perf_counter() - start))
 
     def memory(self) -> None:
-        """Device memory of a load beside what is kept."""
+        """Device memory of a load in addition to what is kept."""
         self.check("memory: bf16", lambda: self._memory_of_a_load(zero3_config("bf16"), 0))
         from lowmem_load.files.uploads import NUM_STREAMS, SLOT_BYTES
 
@@ -188,7 +188,7 @@ class Checks:
         above = statistics.memory_stats()["requested_bytes.all.peak"] - start - sum(tensor.nbytes for tensor in kept)
         if above <= limit:
             return ""
-        return f"{above} bytes of device memory beside what is kept, at most {limit} are stated"
+        return f"{above} bytes of device memory in addition to what is kept, at most {limit} are stated"
 
 
 def run(tiny: dict[str, str], is_simulated: bool) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Loads from an HTTP server: `python -m benchmarks.remote [--params 1.5e9] [--docs]`. Root on Linux for the links.
 
-- *this machine*: two ranks load from a range server beside them. The *client alone* fetches the same bytes into fresh
+- *this machine*: two ranks load from a range server next to them. The *client alone* fetches the same bytes into fresh
   memory, in two processes of as many threads, by Python's http.client.
 - *50 ms, 1 Gbit/s*: the same, with a wait of the server before each answer, over a link of that rate.
 - *fresh nodes*: two nodes of two ranks, each with a link of 1 Gbit/s to the server. Either each node downloads the

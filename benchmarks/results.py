@@ -163,7 +163,7 @@ def load_table(groups: Sequence[Group]) -> str:
 
 
 def summary_lines(groups: Sequence[Group]) -> list[str]:
-    """Return each repetition's seconds, then how long the others took beside lowmem_load."""
+    """Return each repetition's seconds, then how long the others took compared with lowmem_load."""
     lines = [
         f"{group.method}, {group.world_size} ranks: {', '.join(f'{each:.2f}' for each in group.seconds_of_repeats)} s"
         for group in groups

@@ -1,6 +1,6 @@
 """Loads from slow storage: `python -m benchmarks.slow_storage [--ranks 4] [--wait-ms 1 10] [--ways default lowmem]`.
 
-The storage is a FUSE folder that waits before it answers a read. Each load mounts it anew, so the page cache is empty.
+The storage is a FUSE folder that waits before it answers a read. Each load mounts it again, so the page cache is empty.
 The kernel caches, reads ahead and maps files as on NFS. Two models of random weights are loaded: a Llama, whose
 partitions are ranges of the files, and a Qwen3-VL-MoE, whose expert is transposed on load.
 

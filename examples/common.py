@@ -1,4 +1,4 @@
-"""What the examples share beside loading: arguments, data, and ranks without GPUs."""
+"""What the examples share, apart from loading: arguments, data, and ranks without GPUs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ def parse(argv: Sequence[str] | None, description: str | None) -> argparse.Names
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", required=True, help="a folder, such as make_model.py writes, or a Hub id")
     parser.add_argument("--output", required=True, help="where checkpoints and the trained model go")
-    parser.add_argument("--steps", type=int, default=8, help="training steps in all, those before a resume included")
-    parser.add_argument("--save-steps", type=int, default=4, help="a checkpoint every so many steps")
+    parser.add_argument(
+        "--steps", type=int, default=8, help="total number of training steps, including those before a resume"
+    )
+    parser.add_argument("--save-steps", type=int, default=4, help="save a checkpoint every N steps")
     parser.add_argument("--lora", action="store_true", help="train a LoRA adapter instead of all parameters")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
-    parser.add_argument("--default-loader", action="store_true", help="load without lowmem_load, to compare")
+    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in --output")
+    parser.add_argument("--default-loader", action="store_true", help="load without lowmem_load, for comparison")
     return parser.parse_args(argv)
 
 

@@ -1,6 +1,6 @@
-"""Compares a streamed model with an ordinary load of the same checkpoint, on the rank that calls it.
+"""Compares a model that lowmem_load loaded with an ordinary load of the same checkpoint, on the rank that calls it.
 
-What a rank must hold is taken from DeepSpeed: stock `zero.Init` partitions copies of the ordinary parameters.
+What a rank must keep is taken from DeepSpeed: its `zero.Init` partitions copies of the ordinary parameters.
 """
 
 import os
@@ -53,7 +53,7 @@ def assert_loads_alike(
     name: str = "",
     **load_kwargs: Any,
 ) -> LoadReport:
-    """Streams `path`, or what `name` stands for, and loads it ordinarily; returns the report of the streamed load.
+    """Loads `path`, or what `name` stands for, and loads it ordinarily; returns the report of our load.
 
     All ranks must call it.
     """
@@ -73,7 +73,7 @@ def assert_loads_alike(
 
 
 def differences(model: nn.Module, reference: nn.Module, group: Any = None) -> list[str]:
-    """Returns what differs between a streamed and an ordinary model: empty when nothing does.
+    """Returns what differs between our model and an ordinary model: empty when nothing does.
 
     Args:
         model: partitioned.
@@ -81,16 +81,16 @@ def differences(model: nn.Module, reference: nn.Module, group: Any = None) -> li
         group: the ranks among which `model` is partitioned; all by default. They need not call this together.
     """
     found: list[str] = []
-    streamed = dict(model.named_parameters(remove_duplicate=False))
+    ours = dict(model.named_parameters(remove_duplicate=False))
     ordinary = dict(reference.named_parameters(remove_duplicate=False))
-    if list(streamed) != list(ordinary):
-        found.append(f"parameter names: {set(streamed) ^ set(ordinary) or 'order'}")
-    stock = _Stock(group)
-    for name, parameter in streamed.items():
+    if list(ours) != list(ordinary):
+        found.append(f"parameter names: {set(ours) ^ set(ordinary) or 'order'}")
+    default = _Default(group)
+    for name, parameter in ours.items():
         if name in ordinary:
-            found += _parameter_differences(name, parameter, ordinary[name], stock)
-    if _ties(streamed) != _ties(ordinary):
-        found.append(f"ties: {_ties(streamed)} instead of {_ties(ordinary)}")
+            found += _parameter_differences(name, parameter, ordinary[name], default)
+    if _ties(ours) != _ties(ordinary):
+        found.append(f"ties: {_ties(ours)} instead of {_ties(ordinary)}")
     found += _buffer_differences(dict(model.named_buffers()), dict(reference.named_buffers()))
     for attribute in ("training", "config.dtype", "config._attn_implementation", "generation_config"):
         values = [_attribute(owner, attribute) for owner in (model, reference)]
@@ -99,8 +99,8 @@ def differences(model: nn.Module, reference: nn.Module, group: Any = None) -> li
     return found
 
 
-class _Stock:
-    """Partitions copies of parameters as stock does, but for the broadcast from rank 0."""
+class _Default:
+    """Partitions copies of parameters as DeepSpeed does, but for the broadcast from rank 0."""
 
     def __init__(self, group: Any) -> None:
         import deepspeed
@@ -118,7 +118,7 @@ class _Stock:
 
 @contextmanager
 def _empty_is_nan() -> Iterator[None]:
-    """Has torch.empty fill its memory with NaN: what stock copies nothing into shows as that."""
+    """Has torch.empty fill its memory with NaN: what DeepSpeed copies nothing into shows as that."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -127,28 +127,28 @@ def _empty_is_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def _parameter_differences(name: str, streamed: nn.Parameter, ordinary: nn.Parameter, stock: _Stock) -> list[str]:
+def _parameter_differences(name: str, loaded: nn.Parameter, ordinary: nn.Parameter, default: _Default) -> list[str]:
     found = []
-    if streamed.ds_tensor.dtype != ordinary.dtype:
-        found.append(f"{name}: dtype {streamed.ds_tensor.dtype} instead of {ordinary.dtype}")
-    expected = stock.partitioned(ordinary.to(streamed.ds_tensor.dtype))
-    ours, theirs = streamed.ds_tensor.cpu(), expected.ds_tensor.cpu()
-    held = theirs.numel() - int(theirs.isnan().sum())  # padding comes last
-    if tuple(streamed.ds_shape) != tuple(expected.ds_shape):
-        found.append(f"{name}: shape {tuple(streamed.ds_shape)} instead of {tuple(expected.ds_shape)}")
+    if loaded.ds_tensor.dtype != ordinary.dtype:
+        found.append(f"{name}: dtype {loaded.ds_tensor.dtype} instead of {ordinary.dtype}")
+    expected = default.partitioned(ordinary.to(loaded.ds_tensor.dtype))
+    ours, theirs = loaded.ds_tensor.cpu(), expected.ds_tensor.cpu()
+    owned = theirs.numel() - int(theirs.isnan().sum())  # padding comes last
+    if tuple(loaded.ds_shape) != tuple(expected.ds_shape):
+        found.append(f"{name}: shape {tuple(loaded.ds_shape)} instead of {tuple(expected.ds_shape)}")
     elif ours.shape != theirs.shape:
         found.append(f"{name}: partition of {ours.numel()} elements instead of {theirs.numel()}")
-    elif not _same_bytes(ours[:held], theirs[:held]):
+    elif not _same_bytes(ours[:owned], theirs[:owned]):
         found.append(f"{name}: values differ")
-    elif ours[held:].any():
+    elif ours[owned:].any():
         found.append(f"{name}: padding is not zero")
-    sizes = [(p.ds_numel, p.ds_numel_aligned, p.ds_tensor.ds_numel) for p in (streamed, expected)]
+    sizes = [(p.ds_numel, p.ds_numel_aligned, p.ds_tensor.ds_numel) for p in (loaded, expected)]
     if sizes[0] != sizes[1]:
         found.append(f"{name}: {sizes[0]} elements in all, with padding, and here, instead of {sizes[1]}")
-    if streamed.requires_grad != ordinary.requires_grad:
-        found.append(f"{name}: requires_grad {streamed.requires_grad}")
-    if streamed.numel() != 0:
-        found.append(f"{name}: {streamed.numel()} elements are allocated beside the partition")
+    if loaded.requires_grad != ordinary.requires_grad:
+        found.append(f"{name}: requires_grad {loaded.requires_grad}")
+    if loaded.numel() != 0:
+        found.append(f"{name}: {loaded.numel()} elements are allocated in addition to the partition")
     return found
 
 
@@ -163,11 +163,11 @@ def _ties(parameters: dict[str, nn.Parameter]) -> list[list[str]]:
     return sorted(names for names in groups.values() if len(names) > 1)
 
 
-def _buffer_differences(streamed: dict[str, torch.Tensor], ordinary: dict[str, torch.Tensor]) -> list[str]:
-    if streamed.keys() != ordinary.keys():
-        return [f"buffer names: {streamed.keys() ^ ordinary.keys()}"]
+def _buffer_differences(ours: dict[str, torch.Tensor], ordinary: dict[str, torch.Tensor]) -> list[str]:
+    if ours.keys() != ordinary.keys():
+        return [f"buffer names: {ours.keys() ^ ordinary.keys()}"]
     found = []
-    for name, buffer in streamed.items():
+    for name, buffer in ours.items():
         other = ordinary[name]
         if buffer.dtype != other.dtype or buffer.shape != other.shape or type(buffer) is not torch.Tensor:
             found.append(f"buffer {name}: {buffer.dtype} {tuple(buffer.shape)} {type(buffer).__name__}")

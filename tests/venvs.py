@@ -88,7 +88,7 @@ class Venv:
 
         Args:
             leave_out: requirements of the first package that are not installed.
-            made_of: what else it is made anew for.
+            made_of: what else it is made again for.
 
         Raises:
             InstallError: something of it failed.

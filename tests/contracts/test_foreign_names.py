@@ -117,7 +117,7 @@ def load_install_and_load(path: str) -> tuple[list[str], set[str]]:
         with contextlib.suppress(Exception):
             importlib.import_module(optional)
 
-    def is_streamed() -> bool:
+    def is_ours() -> bool:
         return hasattr(LlamaForCausalLM.from_pretrained(path), "lowmem_load_report")
 
     before = functions()
@@ -125,11 +125,11 @@ def load_install_and_load(path: str) -> tuple[list[str], set[str]]:
     lazy = lowmem_load.lazy(path)
     lowmem_load.install()
     kept = integration.HfDeepSpeedConfig(ZERO_3)
-    assert is_streamed()
+    assert is_ours()
     assert "transformers.modeling_utils.PreTrainedModel.save_pretrained" in dispatchers()
     uninstall()
     integration.unset_hf_deepspeed_config()
-    assert not is_streamed()
+    assert not is_ours()
     del lazy, kept
     gc.collect()
     lowmem_load.load_model(path, ZERO_3)

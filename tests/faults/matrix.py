@@ -250,7 +250,7 @@ def judge(verdict: Verdict, exact: list[Mapping[int, str]], answers: Mapping[int
         f"rank {rank}: {item}"
         for rank, answer in alive.items()
         for item in answer.left
-        # DeepSpeed 0.19.8 never frees an engine, stock or not, destroyed or not
+        # DeepSpeed 0.19.8 never frees an engine, with or without lowmem_load, destroyed or not
         if not (case.job in ("train", "resume") and "of tensors" in item)
         and not (is_without_store and "thread" in item)
     ]

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from tests.frameworks.run import LOG, OUTPUT, RANKS
 
 NUM_RANKS = 2
-STREAMED = re.compile(r"^.*lowmem_load: .*: rank 0 of \d+$", re.MULTILINE)
-"""The first line of the report of a load that was streamed."""
+REPORT = re.compile(r"^.*lowmem_load: .*: rank 0 of \d+$", re.MULTILINE)
+"""The first line of the report of a load by lowmem_load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Run:
 
     ranks: list[RankResult]
     saved: Mapping[str, str]
-    num_streamed: int
+    num_loads: int
 
 
 def read_run(folder: Path) -> Run:
@@ -48,7 +48,7 @@ def read_run(folder: Path) -> Run:
     texts = [(folder / RANKS / f"rank{rank}.json").read_text() for rank in range(NUM_RANKS)]
     log = (folder / LOG).read_text(errors="replace")
     ranks = [RankResult(**json.loads(text)) for text in texts]
-    return Run(ranks, saved_tensors(folder / OUTPUT), len(STREAMED.findall(log)))
+    return Run(ranks, saved_tensors(folder / OUTPUT), len(REPORT.findall(log)))
 
 
 def saved_tensors(folder: Path) -> dict[str, str]:
@@ -83,7 +83,7 @@ def compare(default: Run, ours: Run) -> dict[str, Any]:
             ),
         },
         "saved": {"tensors": len(default.saved), "different": different(default.saved, ours.saved)},
-        "streamed loads": ours.num_streamed,
+        "loads by lowmem_load": ours.num_loads,
         "peaks": {"load": [_peak(run) for run in (default, ours)]},
         "seconds": {"load": [round(max(rank.load_s for rank in run.ranks), 1) for run in (default, ours)]},
     }
@@ -121,9 +121,9 @@ def _peak(run: Run) -> float:
 
 
 def is_equal(result: Mapping[str, Any]) -> bool:
-    """Whether a case was streamed, and has the losses and tensors of the default loader."""
+    """Whether lowmem_load loaded the model of a case, and it has the losses and tensors of the default loader."""
     if "error" in result:
         return False
     saved = result["saved"]
     equal = not result["losses"]["first difference"] and not saved["different"]
-    return bool(equal and saved["tensors"] and result["streamed loads"])
+    return bool(equal and saved["tensors"] and result["loads by lowmem_load"])

@@ -54,8 +54,8 @@ def verdict(result: Mapping[str, Any]) -> str:
         return "not run yet"
     if "error" in result:
         return f"failed: {' '.join(result['error'].split())}".replace("|", "\\|")
-    if not result["streamed loads"]:
-        return "nothing was streamed"
+    if not result["loads by lowmem_load"]:
+        return "lowmem_load loaded nothing"
     saved = result["saved"]
     if is_equal(result):
         return f"equal, {saved['tensors']}"

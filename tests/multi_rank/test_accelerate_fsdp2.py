@@ -42,7 +42,7 @@ PARTS_TIED = Version(version("accelerate")) < Version("1.15")
 
 ENVIRONMENT = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-"""The variable that the launcher sets, and by which stock loads."""
+"""The variable that the launcher sets, and by which the default loader loads."""
 
 
 def prepare(
@@ -169,7 +169,7 @@ def give_memory(model: nn.Module) -> None:
 
 
 def losses_or_error(model: nn.Module) -> list[float] | str:
-    """Losses of some steps; the error where torch trains no such model, as stock does not."""
+    """Losses of some steps; the error where torch cannot train such a model, with or without lowmem_load."""
     try:
         return losses(model, 3)
     except (RuntimeError, ValueError, TypeError) as error:
@@ -177,7 +177,7 @@ def losses_or_error(model: nn.Module) -> list[float] | str:
 
 
 def compare(path: str, kinds: list[str]) -> None:
-    """Rank function: stock and ours, then training."""
+    """Rank function: the default load and ours, then training."""
     start()
     sys.modules["axolotl.train"] = types.ModuleType("axolotl.train")
     sys.modules["axolotl.train"].materialize_trainable_meta_params = give_memory  # type: ignore[attr-defined]
@@ -189,7 +189,7 @@ def compare(path: str, kinds: list[str]) -> None:
         precision = "no" if kind in ("lora, head", "dora") else "bf16"
         how: Any = {"efficient": efficient, "mixed_precision": precision, "checkpointed": kind == "checkpointed"}
         how["ignored"] = "lm_head" if kind == "ignored" else None
-        stock = prepare(KINDS[kind](path), **how)
+        default = prepare(KINDS[kind](path), **how)
         lowmem_load.install()
         before = KINDS[kind](path)
         num_lazy = sum(map(is_unread, before.parameters()))
@@ -199,7 +199,7 @@ def compare(path: str, kinds: list[str]) -> None:
         lowmem_load.integrations.install.uninstall()
         is_lazy = any(isinstance(local_tensor(each), LazyTensor) for each in ours.parameters())
         assert is_lazy == (kind == "ignored" and not efficient), kind  # a forward reads what nobody shards
-        expected, found = whole_tensors(stock), whole_tensors(ours)
+        expected, found = whole_tensors(default), whole_tensors(ours)
         parted = expected.keys() - found.keys()
         assert found.keys() <= expected.keys()
         assert not parted or (parted == {"lm_head.weight"} and PARTS_TIED), parted
@@ -211,14 +211,14 @@ def compare(path: str, kinds: list[str]) -> None:
         if kind == "resized":
             assert ours.generation_config.eos_token_id == 3
         if kind != "missing head":
-            assert losses_or_error(ours) == losses_or_error(stock), kind
+            assert losses_or_error(ours) == losses_or_error(default), kind
 
 
-def test_what_accelerate_prepares_equals_stock(checkpoints: Path) -> None:
+def test_what_accelerate_prepares_equals_the_default(checkpoints: Path) -> None:
     run_ranks(compare, str(builders.tiny_llama(checkpoints)), list(KINDS), env=ENVIRONMENT, timeout_s=400)
 
 
-def test_tied_models_equal_stock(checkpoints: Path) -> None:
+def test_tied_models_equal_the_default(checkpoints: Path) -> None:
     run_ranks(
         compare, str(builders.tiny_qwen2_tied(checkpoints)), ["copied", "resized"], env=ENVIRONMENT, timeout_s=240
     )
@@ -230,17 +230,17 @@ def test_tied_models_equal_stock(checkpoints: Path) -> None:
 def with_moved_names(path: str) -> None:
     """Where accelerate has moved its names, its broadcast from rank 0 gives the same values."""
     os.environ[EFFICIENT] = "True"
-    stock = prepare(from_files(path), efficient=True)
+    default = prepare(from_files(path), efficient=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(accelerate, "HANDLERS", {})
         lowmem_load.install()
         ours = prepare(from_files(path), efficient=True)
     lowmem_load.integrations.install.uninstall()
-    assert differing(ours, stock) == []
+    assert differing(ours, default) == []
 
 
 class Wrapper(nn.Module):
-    """A model with state of its own beside it. On meta it has none, but for what accelerate keeps."""
+    """A model with state of its own next to it. On meta it has none, but for what accelerate keeps."""
 
     def __init__(self, base: nn.Module, device: str) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class Wrapper(nn.Module):
 
 
 def beside_others(path: str) -> None:
-    """Buffers beside the model keep rank 0's values, and a head needs some: on meta it has none."""
+    """Buffers next to the model keep rank 0's values, and a head needs some: on meta it has none."""
     lowmem_load.install()
     device = "cpu" if torch.distributed.get_rank() == 0 else "meta"
     ours = prepare(Wrapper(from_files(path), device), efficient=True)
@@ -331,7 +331,7 @@ def keep_identity(path: str) -> None:
 
 
 def train_early(path: str) -> None:
-    """An optimizer that is made before the model is moved, run and prepared trains it as in stock."""
+    """An optimizer that is made before the model is moved, run and prepared trains it as by default."""
 
     def train(fill: Callable[[nn.Module], object], *, shards: bool) -> list[float]:
         import accelerate.utils.fsdp_utils as fsdp_utils
@@ -365,7 +365,7 @@ def train_early(path: str) -> None:
 
 
 def draw_missing(path: str) -> None:
-    """With efficient loading stock draws a missing head on the first rank of a node alone."""
+    """With efficient loading the default loader draws a missing head on the first rank of a node alone."""
     if Version(transformers.__version__) < Version("5.13"):
         return  # draws there are this release's own
     for efficient in (True, False):
@@ -422,7 +422,7 @@ def run_scripts(path: str) -> None:
         gc.collect()
 
 
-def test_scripts_under_install_do_as_in_stock(checkpoints: Path) -> None:
+def test_scripts_under_install_do_as_by_default(checkpoints: Path) -> None:
     run_ranks(run_scripts, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT, timeout_s=300)
 
 
@@ -457,7 +457,7 @@ def judge_on_first(path: str, other: str) -> nn.Module:
     return from_files(path)
 
 
-def stock_on_one(path: str, _: str) -> nn.Module:
+def default_on_one(path: str, _: str) -> nn.Module:
     with holding(IS_LOADING, True) if torch.distributed.get_rank() == 0 else contextlib.nullcontext():
         return from_files(path)
 
@@ -466,10 +466,10 @@ def load_unlike(path: str, other: str) -> None:
     """Rank function: programs whose ranks do not load alike. A load is local, and ranks agree as they shard."""
     start()
     os.environ[EFFICIENT] = "True"
-    stock = prepare(from_files(path), efficient=True)
+    default = prepare(from_files(path), efficient=True)
     lowmem_load.install()
-    for make in (empty_on_others, own_teacher, one_at_a_time, judge_on_first, stock_on_one):
-        assert differing(prepare(make(path, other), efficient=True), stock) == []
+    for make in (empty_on_others, own_teacher, one_at_a_time, judge_on_first, default_on_one):
+        assert differing(prepare(make(path, other), efficient=True), default) == []
     rank = torch.distributed.get_rank()
     with pytest.raises(CheckpointError, match="the ranks have 2 different files"):
         prepare(from_files([path, other][rank]), efficient=True)

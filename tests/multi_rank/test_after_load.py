@@ -38,11 +38,11 @@ def generate_and_resize(path: str) -> None:
     assert model.config.vocab_size == 140
 
 
-def lora_losses(path: str, streamed: bool) -> list[float]:
+def lora_losses(path: str, ours: bool) -> list[float]:
     from peft import LoraConfig, get_peft_model
 
     DistributedInterface()
-    model = load_model(path, FP32) if streamed else AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = load_model(path, FP32) if ours else AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     torch.manual_seed(7)
     modules = ["q_proj", "v_proj", "down_proj"]
     config = LoraConfig(r=4, target_modules=modules, task_type="CAUSAL_LM", init_lora_weights=True)
@@ -56,9 +56,9 @@ def lora_losses(path: str, streamed: bool) -> list[float]:
 
 def use(path: str) -> None:
     generate_and_resize(path)
-    ordinary, streamed = (lora_losses(path, is_streamed) for is_streamed in (False, True))
-    assert streamed == ordinary
-    assert streamed[-1] < streamed[0]
+    ordinary, ours = (lora_losses(path, is_ours) for is_ours in (False, True))
+    assert ours == ordinary
+    assert ours[-1] < ours[0]
 
 
 def test_generate_resize_and_lora(checkpoints: Path) -> None:

@@ -144,8 +144,8 @@ def assert_lora_is_sent(model: Any, expected: Any) -> None:
 
 def assert_files_equal(reference: Any, folder: Path) -> None:
     if dist.get_rank() == 0:
-        reference.save_pretrained(folder / "stock", max_shard_size="100KB")
-        equal_folders(folder / "ours", folder / "stock")
+        reference.save_pretrained(folder / "default", max_shard_size="100KB")
+        equal_folders(folder / "ours", folder / "default")
     dist.barrier()
 
 
@@ -170,7 +170,7 @@ def load_by_name(folder: Path) -> list[int]:
 
         model = load_model(folder / name, BF16)
         in_bf16 = cls.from_pretrained(folder / name)
-        for parameter in in_bf16.parameters():  # ZeRO-3 has one dtype for all, as in stock
+        for parameter in in_bf16.parameters():  # ZeRO-3 has one dtype for all, as by default
             parameter.data = parameter.data.bfloat16()
         assert not differing(model, in_bf16)
         report = model.lowmem_load_report
@@ -255,14 +255,14 @@ def losses_of(model: Any, step: Any) -> list[float]:
 
 
 def train(folder: Path) -> None:
-    """Rank function: a video model trains as after stock's load, which ends with whole models on all ranks."""
+    """Rank function: a video model trains as after the default load, which ends with full models on all ranks."""
     DistributedInterface()
     cls, path = diffusers.WanTransformer3DModel, folder / "WanTransformer3DModel"
-    mesh, stock = init_device_mesh("cpu", (2,)), cls.from_pretrained(path)
-    for module in (*stock.blocks, stock):
+    mesh, default = init_device_mesh("cpu", (2,)), cls.from_pretrained(path)
+    for module in (*default.blocks, default):
         fully_shard(module, mesh=mesh)
     losses = []
-    models = [load_model(path, mesh=mesh, dtype="float32"), stock]
+    models = [load_model(path, mesh=mesh, dtype="float32"), default]
     for model in models:
         optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2)
 
@@ -273,7 +273,7 @@ def train(folder: Path) -> None:
 
         losses.append(losses_of(model, step))
     reference = cls.from_pretrained(path)
-    reference.load_state_dict({name: tensor.full_tensor() for name, tensor in stock.state_dict().items()})
+    reference.load_state_dict({name: tensor.full_tensor() for name, tensor in default.state_dict().items()})
     assert_saved(models[0], reference, folder / "fsdp2")
     config = {**Z3, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
     config["zero_force_ds_cpu_optimizer"] = False
@@ -338,7 +338,7 @@ SCRIPTS = ((scaled, zeroed, drawn), (read_by_one, copied), (controlled,), (misma
 
 
 def edit_before_engine(folder: Path) -> None:
-    """Rank function: under ZeRO-3 a model is whole until its engine is made, as in stock."""
+    """Rank function: under ZeRO-3 a model is whole until its engine is made, as by default."""
     DistributedInterface()
     folder = folder / "UNet2DConditionModel"
     alive = HfDeepSpeedConfig(Z3)
@@ -357,10 +357,10 @@ def edit_before_engine(folder: Path) -> None:
             uninstall()
             assert all(hasattr(parameter, "ds_id") for parameter in engine.module.parameters())
             results.append((seen, whole_tensors(engine.module)))
-        (seen, stock), (seen_here, ours) = results
+        (seen, default), (seen_here, ours) = results
         assert isinstance(seen[-1], nn.Module) or seen == seen_here, script
-        assert stock.keys() == ours.keys(), script
-        assert not [name for name in stock if not torch.equal(stock[name], ours[name])], script
+        assert default.keys() == ours.keys(), script
+        assert not [name for name in default if not torch.equal(default[name], ours[name])], script
     del alive
 
 

@@ -128,7 +128,7 @@ def set_up(path: str) -> None:
 
 
 def make_several(path: str) -> None:
-    """Makes engines after one another, one that fails among them, beside somebody else's configuration."""
+    """Makes engines after one another, one that fails among them, next to somebody else's configuration."""
     assert deepspeed_config() is None
     first = ModelEngine({"model": path, "bf16": True}, {"config_file": ZERO3})
     assert deepspeed_config() is None

@@ -48,13 +48,13 @@ def fail_on_the_last_rank(path: str) -> None:
     def partitioned(error: BaseException) -> None:
         load_model(path, BF16, partition=raising(error) if last else lambda name, _: name == "model")
 
-    def streamed(ds_config: dict[str, Any], **kwargs: Any) -> None:
+    def ours(ds_config: dict[str, Any], **kwargs: Any) -> None:
         with streaming(ds_config):
             AutoModelForCausalLM.from_pretrained(path, **kwargs)
 
     faults: dict[str, tuple[Callable[[], Any], type[BaseException], str]] = {
         "name": (lambda: load_model(None if last else path, BF16), RankError, "name: expected a local folder"),
-        "device_map": (lambda: streamed(BF16, **({"device_map": "cpu"} if last else {})), RankError, "device_map"),
+        "device_map": (lambda: ours(BF16, **({"device_map": "cpu"} if last else {})), RankError, "device_map"),
         "an error without text": (
             lambda: partitioned(Unspeakable()),
             RankError,

@@ -20,7 +20,7 @@ ROWS, COLUMNS = 1 << 17, 1 << 10
 """Of two parameters of 512 MiB: their files have holes, and no bytes on the disk."""
 
 HEADROOM_BYTES = 128 << 20
-"""Of address space, for what a load needs beside partitions."""
+"""Address space for what a load needs in addition to partitions."""
 
 
 def large_llama(folder: Path, small: Path) -> Path:

@@ -254,18 +254,18 @@ def adapt_all(path: str, tied: str, folder: str) -> None:
     torch.distributed.barrier()
     for name, adapt in (("drawn", draw), ("read", read)):
         torch.manual_seed(torch.distributed.get_rank())  # rank 0's counts
-        stock = adapted_as_verl(path, mesh, torch.float32, adapt)
+        default = adapted_as_verl(path, mesh, torch.float32, adapt)
         torch.manual_seed(torch.distributed.get_rank())
         ours = import_example("mesh_loop").load_adapted(path, mesh, "cpu", adapt)
-        whole = {key: each.full_tensor() for key, each in stock.named_parameters()}
+        whole = {key: each.full_tensor() for key, each in default.named_parameters()}
         found = {key: each.full_tensor() for key, each in ours.named_parameters()}
         assert found.keys() == whole.keys()
         assert [key for key in found if not torch.equal(found[key], whole[key])] == [], name
         adapters = {key for key in found if "lora_" in key}
         assert {key for key, each in ours.named_parameters() if each.requires_grad} == adapters
         assert all(found[key].any() for key in adapters if "lora_A" in key or name == "read")
-        assert dict(ours.named_buffers()).keys() == dict(stock.named_buffers()).keys()
-        assert losses(ours, 3) == losses(stock, 3)
+        assert dict(ours.named_buffers()).keys() == dict(default.named_buffers()).keys()
+        assert losses(ours, 3) == losses(default, 3)
     base: Any = import_example("mesh_loop").load_adapted(tied, mesh, "cpu", draw).get_base_model()
     assert base.lm_head.weight is base.model.embed_tokens.weight
 
@@ -357,7 +357,7 @@ def test_any_dtype_is_that_of_the_ordinary_load(checkpoints: Path, tmp_path: Pat
 
 
 class VisionLanguage(nn.Module):
-    """A transformers model beside parts that no file of it has."""
+    """A transformers model next to parts that no file of it has."""
 
     def __init__(self, llm: nn.Module) -> None:
         super().__init__()
@@ -365,8 +365,8 @@ class VisionLanguage(nn.Module):
         self.register_buffer("mean", torch.empty(3))
 
 
-def fill_beside_others(path: str) -> None:
-    """Rank function: what is beside the model that the files fill is named by the caller, or in one error."""
+def fill_with_others(path: str) -> None:
+    """Rank function: what is next to the model that the files fill is named by the caller, or in one error."""
     mesh = init_device_mesh("cpu", (start(),))
     with torch.device("meta"):
         model = VisionLanguage(built(path, torch.float32))
@@ -375,26 +375,26 @@ def fill_beside_others(path: str) -> None:
     with torch.no_grad():
         for tensor in [*model.parameters(), model.mean]:
             tensor.fill_(7)
-    beside = ["tower.weight", "tower.bias", "mean"]
-    for leave, lost in (((), "mean, tower.bias, tower.weight"), (beside[:2], "mean")):
+    others = ["tower.weight", "tower.bias", "mean"]
+    for leave, lost in (((), "mean, tower.bias, tower.weight"), (others[:2], "mean")):
         with pytest.raises(
             ConfigError, match=f"VisionLanguage: .* LlamaForCausalLM at 'llm', and not {lost} next to it"
         ):
             load_into(model, path, skip=leave)
     with pytest.raises(ConfigError, match=r"skip: .* lm_head"):
-        load_into(model, path, skip=[*beside, "lm_head.weigth"])
+        load_into(model, path, skip=[*others, "lm_head.weigth"])
     assert all(bool((tensor.to_local() == 7).all()) for tensor in model.parameters()), "nothing is filled"
 
     head = "lm_head.weight"
     for name in (f"llm.{head}", head):  # a name of either model
-        load_into(model, path, skip=[*beside, name])
+        load_into(model, path, skip=[*others, name])
         reference = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         assert differing(model.llm, reference) == [head]
         assert bool((model.llm.lm_head.weight.to_local() == 7).all())
-    load_into(model, path, skip=beside)
+    load_into(model, path, skip=others)
     assert differing(model.llm, reference) == []
     assert bool((model.mean == 7).all()) and bool((model.tower.weight.to_local() == 7).all())
 
 
-def test_what_is_beside_the_model_is_named(checkpoints: Path) -> None:
-    run_ranks(fill_beside_others, str(builders.tiny_llama(checkpoints)))
+def test_what_is_next_to_the_model_is_named(checkpoints: Path) -> None:
+    run_ranks(fill_with_others, str(builders.tiny_llama(checkpoints)))

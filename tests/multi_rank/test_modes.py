@@ -1,4 +1,4 @@
-"""Every ZeRO-3 mode that CPU ranks can run: partitions, whole parameters and losses of stock."""
+"""Every ZeRO-3 mode that CPU ranks can run: partitions, full parameters and losses of the default loader."""
 
 import gc
 import json
@@ -110,7 +110,7 @@ def compare_modes(small: str, large: str, names: list[str], folder: str) -> None
         mode, path = MODES[name], large if "nvme" in name else small
         trains = mode.trains_on_cpu or os.environ.get(DEVICE) == "sim"
         digests, losses, persistent = {}, {}, {}
-        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # stock cannot make a second hpZ model in one process
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # DeepSpeed cannot make a second hpZ model in one process
         for method in ("default", "lowmem"):
             config = small_config(mode, f"{folder}/{name}/{method}")
             loaded = LOADERS[method](Job(Path(path), mode.dtype, config, group.rank, group.world_size, group.device))
@@ -146,7 +146,7 @@ def skip_unless_compiled(names: Iterable[str]) -> None:
 
 
 def runs_here(name: str) -> bool:
-    """On the simulated device two trainings by stock from nvme differ."""
+    """On the simulated device two trainings by DeepSpeed alone from nvme differ."""
     return all(map(is_compiled, extensions(name))) and not (IS_SIMULATED and "nvme" in name)
 
 
@@ -154,14 +154,14 @@ PARTS = {
     *("offload_param cpu", "offload_optimizer cpu", "offload_param nvme", "offload_optimizer nvme", "no persistence"),
     *("bf16", "fp32", "override_module_apply off", "zero_hpz_partition_size, offload_param cpu"),
 }
-"""What another mode does as well: both offloads, or other thresholds. Plain precisions are in test_streaming.py."""
+"""What another mode does as well: both offloads, or other thresholds. Plain precisions are in test_load_model.py."""
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "parts"),
     [(2, False), (4, False), *(pytest.param(ranks, True, marks=pytest.mark.release) for ranks in (2, 4))],
 )
-def test_modes_equal_stock(checkpoints: Path, tmp_path: Path, num_ranks: int, parts: bool) -> None:
+def test_modes_equal_the_default(checkpoints: Path, tmp_path: Path, num_ranks: int, parts: bool) -> None:
     names = [name for name, mode in MODES.items() if mode.num_ranks == num_ranks and (name in PARTS) is parts]
     chosen = [name for name in names if runs_here(name)]
     paths = [str(builders.tiny_llama(checkpoints)), str(builders.tiny_llama(checkpoints, vocab_size=VOCAB_SIZE))]
@@ -213,7 +213,7 @@ PARALLEL: dict[str, tuple[str, dict[str, Any], int]] = {
 
 
 def compare_parallel_layers(path: str, more: dict[str, Any], batch_ranks: int) -> None:
-    """Rank function. Stock is an ordinary load: transformers refuses tensor_parallel when it loads under ZeRO-3."""
+    """Rank function. The default is an ordinary load, because transformers refuses tensor_parallel under ZeRO-3."""
     from transformers.utils import output_capturing
 
     from benchmarks.train import training_losses
@@ -225,15 +225,15 @@ def compare_parallel_layers(path: str, more: dict[str, Any], batch_ranks: int) -
     )
     rank = DistributedInterface().rank
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **SMALL}, **more}
-    stock = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    expected = training_losses(stock, config, STEPS, rank // batch_ranks)
+    default = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    expected = training_losses(default, config, STEPS, rank // batch_ranks)
     losses = training_losses(load_model(path, config), config, STEPS, rank // batch_ranks)
     assert losses == expected
     assert len(set(losses)) == STEPS
 
 
 @pytest.mark.parametrize("name", PARALLEL)
-def test_tensor_and_expert_parallel_training_equals_stock(checkpoints: Path, name: str) -> None:
+def test_tensor_and_expert_parallel_training_equals_the_default(checkpoints: Path, name: str) -> None:
     if name == "AutoEP" and IS_SIMULATED:
         pytest.skip("the simulated device's backend has no all-to-all")
     builder, more, batch_ranks = PARALLEL[name]

@@ -292,7 +292,7 @@ def run_page(page: str) -> None:
 def check(number: int, values: dict[str, Any]) -> None:
     """Asserts what a block of the page of one's own modules, and of diffusers, has loaded, saved or sent."""
     if number < 4:
-        expected = parts.stock({"llm": LLM, "vision": VISION}) if number == 2 else policy()
+        expected = parts.loaded_by_default({"llm": LLM, "vision": VISION}) if number == 2 else policy()
         assert not differing(values["model"], expected), number
     flux = diffusion.diffusers.FluxTransformer2DModel
     if number == 5:

@@ -253,19 +253,19 @@ def call_deepspeed_initialize(path: str) -> None:
                 deepspeed.initialize(model=model, **kwargs)
 
         alive = HfDeepSpeedConfig(WITHOUT_OPTIMIZER)
-        stock = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        ordinary = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         del alive
-        engine = deepspeed.initialize(model=Multimodal(stock), config=CONFIG)[0]
+        engine = deepspeed.initialize(model=Multimodal(ordinary), config=CONFIG)[0]
         assert type(engine) is PartialEngine
-        assert engine._part._shell.llm is stock
+        assert engine._part._shell.llm is ordinary
         engine.destroy()
-        engine = deepspeed.initialize(model=stock, config=WITHOUT_OPTIMIZER)[0]
+        engine = deepspeed.initialize(model=ordinary, config=WITHOUT_OPTIMIZER)[0]
         assert type(engine) is deepspeed.DeepSpeedEngine  # it is wholly partitioned
         lora = get_peft_model(load_model(path, CONFIG), LoraConfig(r=2, target_modules=["q_proj"]))
         assert type(deepspeed.initialize(model=lora, config=CONFIG)[0]) is deepspeed.DeepSpeedEngine
     with partial_zero3("llm"), partial_zero3("llm"):
         assert type(deepspeed.initialize(model=plain(path), config=CONFIG)[0]) is PartialEngine
-        engine = deepspeed.initialize(model=stock, config=WITHOUT_OPTIMIZER)[0]
+        engine = deepspeed.initialize(model=ordinary, config=WITHOUT_OPTIMIZER)[0]
         assert type(engine) is deepspeed.DeepSpeedEngine
 
 

@@ -98,7 +98,7 @@ def make_engine(
     schedule: Any = None,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """Builds the model of this rank, its language model streamed into partitions or loaded ordinarily."""
+    """Builds the model of this rank, its language model loaded into partitions or ordinarily."""
     if groups:
         config = {key: value for key, value in config.items() if key != "optimizer"}
     config = {**config, "gradient_accumulation_steps": accumulate}
@@ -176,7 +176,7 @@ def test_every_way_of_training_equals_a_single_process(checkpoints: Path) -> Non
     cases = [case for case in CASES if case not in ("plain", "frozen language model", *failing)]
     run_ranks(train_as_in_one_process, str(path), 8, cases, timeout_s=400)
     if failing:
-        pytest.skip(f"the others passed; stock fails with this deepspeed, too: {failing}")
+        pytest.skip(f"the others passed; without lowmem_load these fail with this deepspeed, too: {failing}")
 
 
 def test_a_model_that_was_not_partitioned_is_by_initialize(checkpoints: Path) -> None:

@@ -42,7 +42,7 @@ class Seeing(nn.Module):
         return self.llm(inputs_embeds=embeds, labels=labels).loss
 
 
-def stock(paths: dict[str, str]) -> nn.Module:
+def loaded_by_default(paths: dict[str, str]) -> nn.Module:
     model = Seeing(
         CLIPVisionModel.from_pretrained(paths["vision"]),
         AutoModelForCausalLM.from_pretrained(paths["llm"], dtype=torch.float32),
@@ -78,7 +78,7 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def fill(paths: dict[str, str], folder: str) -> None:
     rank = DistributedInterface().rank
-    expected = stock(paths)
+    expected = loaded_by_default(paths)
     checkpoints = {**paths, "projector": f"{folder}/projector.safetensors"}
     for make, how in ((sharded, {}), (on_meta, {"ds_config": Z3})):
         model = make(paths)
@@ -154,7 +154,9 @@ def write(folder: Path, checkpoints: Path) -> dict[str, str]:
     return {"llm": str(llm), "vision": str(folder / "vision")}
 
 
-def test_a_module_of_two_models_equals_stock_and_trains_as_one_process(tmp_path: Path, checkpoints: Path) -> None:
+def test_a_module_of_two_models_equals_the_default_load_and_trains_as_one_process(
+    tmp_path: Path, checkpoints: Path
+) -> None:
     run_ranks(fill, write(tmp_path, checkpoints), str(tmp_path), timeout_s=240)
 
 

@@ -227,11 +227,11 @@ def models_with_adapters(path: str) -> Iterator[tuple[str, Any]]:
 
 def save_adapters(path: str, out: str) -> None:
     """Rank function: what engines can load is what PEFT saves of the whole model."""
-    stock = f"{out}/{DistributedInterface().rank}"
+    folder_of_rank = f"{out}/{DistributedInterface().rank}"
     for way, model in models_with_adapters(path):
         if way == "whole":
-            model.save_pretrained(stock)
-        for name, folder in (("default", Path(stock)), ("other", Path(stock, "other"))):
+            model.save_pretrained(folder_of_rank)
+        for name, folder in (("default", Path(folder_of_rank)), ("other", Path(folder_of_rank, "other"))):
             save_model(model, f"{out}/{way}", selected_adapters=[name])
             made = Path(out, way) if name == "default" else Path(out, way, name)
             tensors = [load_file(each / "adapter_model.safetensors") for each in (made, folder)]
@@ -344,7 +344,7 @@ def sync_as_trl(paths: dict[str, str]) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         pytest.fail("gathers")
 
-    stock_gather = deepspeed.zero.GatheredParameters
+    default_gather = deepspeed.zero.GatheredParameters
     for name in ("llama", "tied", "llama lora", "sharded"):
         kind = {"zero_stage": 0, "fsdp": 2} if name == "sharded" else {}
         wanted, _ = sent(generation_of(loaded(name), rank, **kind).sync_weights)
@@ -374,7 +374,7 @@ def sync_as_trl(paths: dict[str, str]) -> None:
         hasty.vllm_client = Taker(takes=3)
         with pytest.raises(RankError, match=r"rank 0: .*did not take all of the weights"):
             hasty.sync_weights()
-        deepspeed.zero.GatheredParameters = stock_gather
+        deepspeed.zero.GatheredParameters = default_gather
         from lowmem_load.integrations.install import uninstall
 
         uninstall()

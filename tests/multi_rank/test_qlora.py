@@ -1,6 +1,6 @@
-"""QLoRA under ZeRO-3: what ranks hold of 4-bit weights, and training adapters on them, as in stock.
+"""QLoRA under ZeRO-3: what ranks hold of 4-bit weights, and training adapters on them, as by default.
 
-Stock holds them whole on every rank until `deepspeed.initialize` cuts them up.
+The default loader keeps them in full on every rank until `deepspeed.initialize` cuts them up.
 """
 
 from pathlib import Path
@@ -54,22 +54,22 @@ def pack(path: str, folder: str) -> None:
 
 
 def compare(path: str, packed: str) -> None:
-    """Rank function: this rank's bytes of each parameter are those of stock's whole one."""
+    """Rank function: this rank's bytes of each parameter are those of the default loader's full one."""
     group = DistributedInterface()
     for kind, (folder, kwargs) in loads(path, packed).items():
         model = load_model(folder, BF16, **kwargs)
-        stock = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **kwargs).named_parameters())
+        default = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **kwargs).named_parameters())
         for name, parameter in model.named_parameters():
-            theirs = stock[name].data.flatten()
+            theirs = default[name].data.flatten()
             size = parameter.ds_tensor.ds_numel
             assert size == -(-theirs.numel() // group.world_size), (kind, name)
             mine = theirs[group.rank * size : (group.rank + 1) * size]
             ours = parameter.ds_tensor.data
             assert torch.equal(ours[: mine.numel()].view(torch.uint8), mine.view(torch.uint8)), (kind, name)
             assert not ours[mine.numel() :].view(torch.uint8).any(), (kind, name)
-            assert type(parameter) is type(stock[name]) and parameter.numel() == 0, (kind, name)
-            if hasattr(stock[name], "quant_state"):
-                assert parameter.quant_state == stock[name].quant_state, (kind, name)
+            assert type(parameter) is type(default[name]) and parameter.numel() == 0, (kind, name)
+            if hasattr(default[name], "quant_state"):
+                assert parameter.quant_state == default[name].quant_state, (kind, name)
         assert get_load_report(model).num_quantized == 14, kind
         planned = plan(folder, BF16, rank=group.rank, world_size=group.world_size, **kwargs)
         assert planned.replicated_bytes + planned.companion_bytes == get_load_report(model).whole_bytes, kind
@@ -77,9 +77,9 @@ def compare(path: str, packed: str) -> None:
 
 
 def train(path: str, packed: str) -> dict[str, Any]:
-    """Rank function: losses and adapters of stock and of streamed loads, by kind.
+    """Rank function: losses and adapters of default loads and of ours, by kind.
 
-    The packed checkpoint is streamed by install(), with adapters as PEFT makes them if it is not told otherwise.
+    install() loads the packed checkpoint, with adapters as PEFT makes them if it is not told otherwise.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -87,11 +87,11 @@ def train(path: str, packed: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in TRAINED:
         folder, kwargs = loads(path, packed)[kind]
-        for method in ("stock", "streamed"):
-            is_installed = kind == "packed" and method == "streamed"
+        for method in ("default", "ours"):
+            is_installed = kind == "packed" and method == "ours"
             if is_installed:
                 install()
-            if method == "stock" or is_installed:
+            if method == "default" or is_installed:
                 alive = HfDeepSpeedConfig(CONFIG)
                 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **kwargs)
                 del alive
@@ -148,18 +148,18 @@ def fail_and_compare(path: str, packed: str) -> None:
     compare(path, packed)
 
 
-def test_ranks_hold_their_partitions_of_what_stock_holds_whole_even_after_a_failure(
+def test_ranks_hold_their_partitions_of_what_the_default_loader_keeps_in_full_even_after_a_failure(
     checkpoint: str, packed: str
 ) -> None:
     run_ranks(fail_and_compare, checkpoint, packed, world_size=3, timeout_s=240)
 
 
-def test_adapters_train_as_in_stock(checkpoint: str, packed: str) -> None:
+def test_adapters_train_as_by_default(checkpoint: str, packed: str) -> None:
     results = run_ranks(train, checkpoint, packed, world_size=2, timeout_s=300)
     for found in results:
         for kind in TRAINED:
-            stock, streamed = found[f"{kind}, stock"], found[f"{kind}, streamed"]
-            assert (stock[0], streamed[0]) == (0, 21), kind
-            assert len(set(stock[1])) == 3 and streamed[1] == stock[1], kind
-            assert len(stock[2]) == 28 and list(streamed[2]) == list(stock[2]), kind
-            assert all(torch.equal(streamed[2][name], value) for name, value in stock[2].items()), kind
+            default, ours = found[f"{kind}, default"], found[f"{kind}, ours"]
+            assert (default[0], ours[0]) == (0, 21), kind
+            assert len(set(default[1])) == 3 and ours[1] == default[1], kind
+            assert len(default[2]) == 28 and list(ours[2]) == list(default[2]), kind
+            assert all(torch.equal(ours[2][name], value) for name, value in default[2].items()), kind

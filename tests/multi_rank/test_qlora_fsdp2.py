@@ -1,6 +1,6 @@
-"""QLoRA under FSDP2: shards of packed weights, their quantization states, and training, as in stock.
+"""QLoRA under FSDP2: shards of packed weights, their quantization states, and training, as by default.
 
-Stock packs or holds whole weights on every rank until `fully_shard` cuts them up.
+The default loader packs or keeps full weights on every rank until `fully_shard` cuts them up.
 """
 
 import warnings
@@ -45,7 +45,7 @@ def quantization(kind: str = "nf4", *, double: bool = True, storage: torch.dtype
     )
 
 
-def stock(path: str, **kwargs: Any) -> Any:
+def loaded_by_default(path: str, **kwargs: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **kwargs)
 
 
@@ -106,7 +106,7 @@ def compare(path: str, packed: str) -> dict[str, int]:
     loads = [(path, {"quantization_config": kind}) for kind in kinds] + [(packed, {})]
     figures: dict[str, int] = {}
     for number, (name, kwargs) in enumerate(loads):
-        expected = stock(name, **kwargs)
+        expected = loaded_by_default(name, **kwargs)
         execute.BATCH_BYTES = 1000 if number else 16 << 20  # several batches, one of which is too large
         model = load_model(name, mesh=mesh, dtype=torch.bfloat16, **kwargs)
         num_states = assert_same(model, expected, kwargs)
@@ -124,11 +124,11 @@ def compare(path: str, packed: str) -> dict[str, int]:
 
 def pack(path: str, folder: str) -> None:
     """Rank function: makes the packed checkpoint."""
-    stock(path, quantization_config=quantization(double=True)).save_pretrained(folder)
+    loaded_by_default(path, quantization_config=quantization(double=True)).save_pretrained(folder)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_shards_and_training_equal_stock(family: str, checkpoints: Path) -> None:
+def test_shards_and_training_equal_the_default(family: str, checkpoints: Path) -> None:
     world_size = 4 if family == "llama" else 2
     if family == "llama":
         path = str(builders.tiny_llama(checkpoints, **SIZES))
@@ -151,7 +151,9 @@ def compare_prepared(path: str, packed: str) -> None:
     import peft
 
     def adapted(name: str, **kwargs: Any) -> nn.Module:
-        model = peft.prepare_model_for_kbit_training(stock(name, **kwargs), use_gradient_checkpointing=False)
+        model = peft.prepare_model_for_kbit_training(
+            loaded_by_default(name, **kwargs), use_gradient_checkpointing=False
+        )
         torch.manual_seed(0)
         lora = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights="gaussian")
         return peft.get_peft_model(model, lora)
@@ -177,7 +179,7 @@ def compare_prepared(path: str, packed: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_accelerate_prepares_equals_stock(checkpoints: Path) -> None:
+def test_what_accelerate_prepares_equals_the_default(checkpoints: Path) -> None:
     path, packed = str(builders.tiny_llama(checkpoints, **SIZES)), str(checkpoints / "packed_for_accelerate")
     run_ranks(pack, path, packed, world_size=1)
     run_ranks(compare_prepared, path, packed, world_size=2, env=ENVIRONMENT, timeout_s=180)

@@ -293,7 +293,7 @@ def load_from_the_hub(place: Place, hub: Hub, case: Case) -> list[str]:
 
     rank, reference = place.start(), transformers.AutoModelForCausalLM.from_pretrained(case[0], dtype=case[3])
     of_hub: dict[str, Any] = {"name": "org/model", "download": False, "token": "hub-token"}
-    with pointed_at(hub.url, f"{place.temporary}/streamed"):
+    with pointed_at(hub.url, f"{place.temporary}/ours"):
         report = assert_loads_alike(*case, **of_hub)
         assert report.requests.num_requests > 0
         with streaming(BF16, stream=True):

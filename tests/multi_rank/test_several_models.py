@@ -104,9 +104,9 @@ def test_models_on_a_part_of_the_ranks(checkpoints: Path) -> None:
 
 
 def between_load_and_training(path: str) -> None:
-    """Rank function: frozen parameters, parameter groups, leaf modules train as with stock."""
+    """Rank function: frozen parameters, parameter groups, leaf modules train as by default."""
     losses = losses_of_changed_models(path, "lowmem")
-    assert losses == losses_of_changed_models(path, "stock")
+    assert losses == losses_of_changed_models(path, "default")
     assert all(len(set(of_case)) == 4 for of_case in losses.values())
 
 
@@ -115,7 +115,7 @@ def losses_of_changed_models(path: str, how: str) -> dict[str, list[float]]:
 
     losses: dict[str, list[float]] = {}
     for case in ("frozen", "groups", "leaves"):
-        if how == "stock":
+        if how == "default":
             alive = HfDeepSpeedConfig(dict(BF16))
             model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
             del alive
@@ -140,5 +140,5 @@ def losses_of_changed_models(path: str, how: str) -> dict[str, list[float]]:
     return losses
 
 
-def test_frozen_parameters_groups_and_leaf_modules_train_as_with_stock(checkpoints: Path) -> None:
+def test_frozen_parameters_groups_and_leaf_modules_train_as_by_default(checkpoints: Path) -> None:
     run_ranks(between_load_and_training, str(builders.tiny_mixtral(checkpoints)), timeout_s=120)

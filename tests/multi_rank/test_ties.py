@@ -111,7 +111,7 @@ def prepare_all(paths: dict[str, str], folder: str) -> None:
             assert all(map(is_unread, pending.parameters()))
             model = prepare(pending, efficient=efficient)
             lowmem_load.integrations.install.uninstall()
-            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"  # or stock leaves the first rank alone with values
+            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"  # or the first rank alone has values
             reference = ordinary(path)
             assert differing(model, reference) == [], (name, efficient)
             check_saved(model, reference, f"{folder}/{name}-{efficient}")

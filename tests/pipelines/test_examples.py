@@ -42,9 +42,9 @@ def assert_same_weights(left: dict[str, torch.Tensor], right: dict[str, torch.Te
 @pytest.mark.slow
 def test_results_equal_the_default_loaders_with_less_memory(models: dict[str, Path], tmp_path: Path) -> None:
     """The other examples are run by `test_resume...`; `make frameworks` compares them with the default loader."""
-    default, streamed = (tmp_path / way for way in ("default", "streamed"))
+    default, ours = (tmp_path / way for way in ("default", "ours"))
     losses, peaks = [], []
-    for output in (default, streamed):
+    for output in (default, ours):
         argv = ["--model", str(models["mini"]), "--output", str(output), "--steps", "2", "--save-steps", "2"]
         argv += ["--default-loader"] * (output == default)
         ranks = run_ranks(rank_result, "hf_trainer", argv, timeout_s=TIMEOUT_S)
@@ -52,7 +52,7 @@ def test_results_equal_the_default_loaders_with_less_memory(models: dict[str, Pa
         peaks.append(max(rank.load_peak for rank in ranks))
     assert losses[0] == losses[1] and all(losses[0])
     assert peaks[1] < peaks[0]
-    assert_same_weights(weights(default), weights(streamed))
+    assert_same_weights(weights(default), weights(ours))
 
 
 def train_fsdp2(argv: list[str]) -> list[float]:
@@ -67,9 +67,9 @@ def test_fsdp2_equals_the_default_loader(models: dict[str, Path], tmp_path: Path
         folder = tmp_path / "-".join(["out", *switches])
         argv = ["--model", str(models["tiny"]), "--output", str(folder), "--steps", "3", *switches]
         losses[folder] = run_ranks(train_fsdp2, argv, timeout_s=TIMEOUT_S)
-    (streamed, default) = losses
-    assert losses[streamed] == losses[default] and len(losses[default][0]) == 3
-    assert_same_weights(weights(streamed), weights(default))
+    (ours, default) = losses
+    assert losses[ours] == losses[default] and len(losses[default][0]) == 3
+    assert_same_weights(weights(ours), weights(default))
 
 
 def train_in_parts(script: str, switches: list[str], model: str, out: str) -> None:

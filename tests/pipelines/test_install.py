@@ -17,7 +17,7 @@ from lowmem_load import LoadOrderWarning
 from lowmem_load.engines.parameters import is_partitioned
 from lowmem_load.integrations.install import streaming, uninstall
 from tests import builders
-from tests.multi_rank.test_streaming import global_state
+from tests.multi_rank.test_load_model import global_state
 from tests.parity import BF16, FP32, differences
 from tests.ranks import run_ranks
 
@@ -56,19 +56,19 @@ def follow(path: str) -> None:
     alive = HfDeepSpeedConfig(STAGE_2)
     assert partitioned(load()) == {False}
     alive = HfDeepSpeedConfig(UNRESOLVED)
-    streamed, messages = order_warnings(load)
+    ours, messages = order_warnings(load)
     assert messages == []
-    assert partitioned(streamed) == {True}
+    assert partitioned(ours) == {True}
     assert partitioned(LlamaForCausalLM.from_pretrained(path)) == {True}
-    assert differences(streamed, plain) == []
-    assert lowmem_load.get_load_report(streamed).ds_config["zero_optimization"]["reduce_bucket_size"] == 32 * 32
+    assert differences(ours, plain) == []
+    assert lowmem_load.get_load_report(ours).ds_config["zero_optimization"]["reduce_bucket_size"] == 32 * 32
     assert partitioned(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))) == {True}
     with pytest.raises(lowmem_load.ConfigError, match="remove device_map"):
         load(device_map="auto")
     with streaming(BF16):
         assert {p.dtype for p in load().parameters()} == {torch.bfloat16}
-    streamed.resize_token_embeddings(1280)
-    whole = [parameter for parameter in streamed.parameters() if not is_partitioned(parameter)]
+    ours.resize_token_embeddings(1280)
+    whole = [parameter for parameter in ours.parameters() if not is_partitioned(parameter)]
     assert sum(parameter.numel() for parameter in whole) == 2 * 1280 * 32, "the new embeddings, most of the model"
 
     del alive
@@ -89,7 +89,7 @@ def follow(path: str) -> None:
         engine.destroy()
         return messages
 
-    assert initialize(streamed, FP32) == []
+    assert initialize(ours, FP32) == []
     assert initialize(load(), {**STAGE_2, "zero_optimization": {"stage": 0}}) == []
     messages = initialize(dropped, FP32)
     assert len(messages) == 1

@@ -1,4 +1,4 @@
-"""Trainer.save_model under install(): the files that stock writes, without gathering and the key that asks for it."""
+"""Trainer.save_model under install(): the files that Trainer writes, without gathering and the key that asks for it."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ ZERO_3: dict[str, Any] = {
 
 
 class Tokenizer:
-    """What a Trainer saves beside the model."""
+    """What a Trainer saves in addition to the model."""
 
     def save_pretrained(self, folder: str) -> None:
         """Write a file."""
@@ -93,7 +93,7 @@ def save_twice(path: str, out: str) -> None:
         assert "_zero3_consolidated_16bit_state_dict" not in vars(engine)
         state = engine._zero3_consolidated_16bit_state_dict()
         if rank == "0":
-            trainer._save(folder / name / "stock", state_dict=state)
+            trainer._save(folder / name / "default", state_dict=state)
     trainer.save_model(folder / "again")
     trainer.save_model(folder / "again")
     refuse_what_would_be_empty(trainer, folder)
@@ -113,7 +113,7 @@ def save_twice(path: str, out: str) -> None:
     trainer.model = trainer.model.held
     del trainer.deepspeed.zero_gather_16bit_weights_on_model_save
     trainer.deepspeed._config.zero_config.gather_16bit_weights_on_model_save = True
-    trainer._save = look  # a subclass that reads the weights gets them, as in stock
+    trainer._save = look  # a subclass that reads the weights gets them, as by default
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.save_model(folder / "looked into")
@@ -126,7 +126,7 @@ def save_twice(path: str, out: str) -> None:
     uninstall()
 
     with apart(trainer.deepspeed):
-        save_otherwise(trainer, folder / "stock")
+        save_otherwise(trainer, folder / "default")
 
     trainer.deepspeed._config.zero_config.gather_16bit_weights_on_model_save = False
     with pytest.raises(ValueError, match="Cannot get 16bit model weights"):
@@ -238,18 +238,18 @@ def save_on_one_rank(accelerator: Any, engine: Any, folder: Path) -> None:
             pass
 
 
-def test_trainer_saves_what_stock_saves(checkpoints: Path, tmp_path: Path) -> None:
+def test_trainer_saves_what_it_saves_by_default(checkpoints: Path, tmp_path: Path) -> None:
     path = builders.tiny_mixtral(checkpoints, torch.float32)
     run_ranks(save_twice, str(path), str(tmp_path), timeout_s=240)
     for name in ("full", "lora"):
-        for folder in ("ours", "stock"):
+        for folder in ("ours", "default"):
             (tmp_path / name / folder / "training_args.bin").unlink()
             assert (tmp_path / name / folder / "tokens.json").exists()
-        equal_folders(tmp_path / name / "ours", tmp_path / name / "stock")
+        equal_folders(tmp_path / name / "ours", tmp_path / name / "default")
         checkpoint = tmp_path / name / "run" / "checkpoint-1"
         equal_folders_of_weights(checkpoint, tmp_path / name / "ours")
         assert (checkpoint / "latest").exists(), "the optimizer's part of the checkpoint is there as well"
-    equal_folders(tmp_path / "ours" / "script", tmp_path / "stock" / "script")
+    equal_folders(tmp_path / "ours" / "script", tmp_path / "default" / "script")
     assert len(list((tmp_path / "ours" / "script").glob("*.safetensors"))) > 1
     assert len(load_file(tmp_path / "plain" / "model.safetensors")) > 0
     assert {path.name for path in (tmp_path / "again").iterdir()} >= {"adapter_model.safetensors", "tokens.json"}

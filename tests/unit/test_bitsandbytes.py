@@ -114,11 +114,11 @@ def test_transposed_weights_are_packed_as_by_the_default_loader(
 
 
 def assert_same_packed(model: torch.nn.Module, expected: torch.nn.Module, count: int) -> None:
-    streamed, ordinary = dict(model.named_parameters()), dict(expected.named_parameters())
-    assert list(streamed) == list(ordinary)
+    loaded, ordinary = dict(model.named_parameters()), dict(expected.named_parameters())
+    assert list(loaded) == list(ordinary)
     kinds = {name for name, parameter in ordinary.items() if isinstance(parameter, bnb.nn.Params4bit)}
     assert len(kinds) == count
-    for name, parameter in streamed.items():
+    for name, parameter in loaded.items():
         theirs = ordinary[name].data
         assert parameter.ds_tensor.dtype == theirs.dtype and parameter.ds_shape == theirs.shape, name
         ours = parameter.ds_tensor.data[: theirs.numel()]

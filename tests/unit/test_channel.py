@@ -168,7 +168,7 @@ def test_the_store_does_not_grow(store: Any) -> None:
 def test_ten_steps_take_at_most_25_round_trips(world_size: int) -> None:
     """No load has more. The leader makes some more: its machine has the store.
 
-    Heartbeats, which come too seldom to disturb here, are beside that.
+    Heartbeats, which come too seldom to disturb here, are not counted.
     """
     store, counts = dist.HashStore(), [Counter[str]() for _ in range(world_size)]
     channels = [

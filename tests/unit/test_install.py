@@ -36,7 +36,7 @@ def llama(checkpoints: Path) -> Iterator[str]:
     DistributedInterface().destroy()
 
 
-def is_streamed(path: str) -> bool:
+def is_ours(path: str) -> bool:
     return hasattr(LlamaForCausalLM.from_pretrained(path), "lowmem_load_report")
 
 
@@ -109,16 +109,16 @@ def test_install_ends_with_its_block_and_not_with_that_of_a_second_call(llama: s
     kept = HfDeepSpeedConfig(CONFIG)
     with install():
         with install(strict=True):
-            assert is_streamed(llama)
-        assert is_streamed(llama)
-    assert not is_streamed(llama)
+            assert is_ours(llama)
+        assert is_ours(llama)
+    assert not is_ours(llama)
     with pytest.raises(ValueError, match="mine"), install():
         raise ValueError("mine")
     handle = install()
-    assert is_streamed(llama)
+    assert is_ours(llama)
     handle.close()
     handle.close()
-    assert not is_streamed(llama)
+    assert not is_ours(llama)
     del kept
 
 

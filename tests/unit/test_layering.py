@@ -162,7 +162,7 @@ def test_what_is_imported_from_tests_and_benchmarks_exists() -> None:
 
 
 def test_functions_are_short() -> None:
-    """At most 60 lines beside the docstring, which says each option of a public function."""
+    """At most 60 lines in addition to the docstring, which says each option of a public function."""
     for path in FOLDER.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         functions = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef))

@@ -24,7 +24,7 @@ class Norm(nn.Module):
 
 
 class Policy(nn.Module):
-    """A transformers model, beside whose tied weights a head is to be filled."""
+    """A transformers model with tied weights, and a head that is to be filled."""
 
     def __init__(self) -> None:
         super().__init__()

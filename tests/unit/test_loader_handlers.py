@@ -141,16 +141,16 @@ def test_loads_of_several_threads_are_each_exact(llama: str) -> None:
             assert torch.equal(value, expected[name])
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("is_ours", [False, True])
 def test_a_constructor_may_wait_for_a_thread_that_loads(
-    llama: str, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+    llama: str, monkeypatch: pytest.MonkeyPatch, is_ours: bool
 ) -> None:
     """That used to hang under install(), which held a lock during ordinary loads."""
     found: list[BaseException | None] = []
     while_built(monkeypatch, lambda: found.extend(in_threads(lambda: AutoModelForCausalLM.from_pretrained(llama))))
     install()
     try:
-        model = load_model(llama, STAGE_0) if is_streamed else AutoModelForCausalLM.from_pretrained(llama)
+        model = load_model(llama, STAGE_0) if is_ours else AutoModelForCausalLM.from_pretrained(llama)
     finally:
         uninstall()
     assert (type(model), found) == (LlamaForCausalLM, [None])

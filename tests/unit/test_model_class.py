@@ -1,4 +1,4 @@
-"""What a name stands for: which folders hold weights that can be streamed, and which configurations make a model."""
+"""What a name stands for: which folders have weights that can be loaded, and which configurations make a model."""
 
 import functools
 import json

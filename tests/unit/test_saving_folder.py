@@ -70,7 +70,7 @@ def loaded(target: Path) -> set[str] | None:
     return None
 
 
-def beside(target: Path) -> list[str]:
+def next_to(target: Path) -> list[str]:
     return sorted(path.name for path in target.parent.iterdir() if path.name not in ("scratch", target.name))
 
 
@@ -89,7 +89,7 @@ def test_a_folder_is_replaced_and_keeps_what_is_not_saved(target: Path, before: 
     kept = {"README.md", "checkpoint-1", "adapter_model.safetensors"}
     assert {path.name for path in target.iterdir()} == weights | kept | {"config.json"}
     assert (target / "checkpoint-1" / "global_step1" / "state.pt").read_text() == "mine"
-    assert beside(target) == []
+    assert next_to(target) == []
 
 
 def test_what_is_inside_another_folder_goes_there(target: Path) -> None:
@@ -150,9 +150,9 @@ def test_a_crash_at_any_step_leaves_one_model_or_the_other_and_the_next_save_fin
         else:
             assert finished in (seen[-1], {"new"})
             assert {path.name for path in target.iterdir()} == {"README.md", "config.json", *of_kind(finished, sharded)}
-            assert target.stat().st_ino == number and beside(target) == []
+            assert target.stat().st_ino == number and next_to(target) == []
         save(target, "newer", sharded=sharded)
-        assert loaded(target) == {"newer"} and beside(target) == []
+        assert loaded(target) == {"newer"} and next_to(target) == []
     assert seen[0] == (None if is_new else {"old"}) and seen[-1] == {"new"}
     assert all(state in ({"old"}, {"new"}, None) for state in seen)
 
@@ -215,7 +215,7 @@ def test_a_discard_that_is_killed_leaves_no_weights(target: Path, monkeypatch: p
             folders.discard(staging)
     folders.commit(staged(target, {"adapter_model.safetensors": b"new"}))
     assert {path.name for path in target.iterdir()} == {"README.md", "adapter_model.safetensors"}
-    assert beside(target) == []
+    assert next_to(target) == []
 
 
 def test_a_folder_that_other_ranks_do_not_see_is_refused(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path
     save(target, "old")
     with pytest.raises(ConfigError, match=r"needs [\d.]+ TiB next to the former files, .* but [\d.]+ \w+ are free"):
         folders.make_staging(str(target), huge)
-    assert loaded(target) == {"old"} and beside(target) == []
+    assert loaded(target) == {"old"} and next_to(target) == []
 
 
 def test_a_folder_where_a_file_has_to_go_is_refused_and_nothing_is_moved(target: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_folder_that_appears_meanwhile_is_kept(target: Path) -> None:
     target.mkdir()
     (target / "tokenizer.json").write_text("mine")
     folders.commit(staging)
-    assert loaded(target) == {"new"} and (target / "tokenizer.json").exists() and beside(target) == []
+    assert loaded(target) == {"new"} and (target / "tokenizer.json").exists() and next_to(target) == []
 
 
 def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:

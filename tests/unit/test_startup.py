@@ -42,7 +42,7 @@ def install(*, on_load, strict=False, download=True):
         rank = int(__import__("os").environ.get("RANK", 0))
         report = type("Report", (), {"rank": rank, "__str__": lambda _: "saved"})()
         on_load(report)
-        return "streamed " + ordinary(cls, name)
+        return "ours " + ordinary(cls, name)
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 """
 
@@ -142,40 +142,40 @@ LOADS = """
     print(PreTrainedModel._from_config("c"))
     print([type(finder).__module__ for finder in sys.meta_path if "lowmem_load" in type(finder).__module__])
 """
-STREAMED = [
+LOADED = [
     *("lowmem_load is imported", "nothing heavy", "modeling_utils runs", "override", "install is imported"),
-    *("install runs", "streamed ordinary Model a", "override", "streamed ordinary Model b"),
+    *("install runs", "ours ordinary Model a", "override", "ours ordinary Model b"),
     *("ordinary PreTrainedModel c", "[]"),
 ]
-ORDINARY = [line.removeprefix("streamed ") for line in STREAMED if "install" not in line and "imported" not in line]
+ORDINARY = [line.removeprefix("ours ") for line in LOADED if "install" not in line and "imported" not in line]
 
 
 def test_the_first_load_is_prepared_and_nothing_before(packages: Path) -> None:
     run = python(LOADS, path=f"{FOLDER}:{packages}")
-    assert run.stdout.splitlines() == STREAMED, run.stderr
+    assert run.stdout.splitlines() == LOADED, run.stderr
     first, *others = run.stderr.splitlines()
     assert first.startswith("lowmem_load: on: models for ZeRO-3 or FSDP2")
     assert others == ["lowmem_load: saved"] * 2
     run = python(LOADS, path=f"{FOLDER}:{packages}", env={"RANK": "1"})
-    assert (run.stdout.splitlines(), run.stderr) == (STREAMED, ""), "rank 1 says nothing"
+    assert (run.stdout.splitlines(), run.stderr) == (LOADED, ""), "rank 1 says nothing"
 
 
 def test_the_variable_turns_the_folder_off_or_makes_it_strict(packages: Path) -> None:
     run = python(LOADS, path=f"{FOLDER}:{packages}", env={SWITCH: "0"})
     assert run.stdout.splitlines() == ["lowmem_load is imported", *ORDINARY], run.stderr
     run = python(LOADS, path=f"{FOLDER}:{packages}", env={SWITCH: "strict"})
-    assert [line.replace(" strictly", "") for line in run.stdout.splitlines()] == STREAMED, run.stderr
+    assert [line.replace(" strictly", "") for line in run.stdout.splitlines()] == LOADED, run.stderr
     assert "install runs strictly" in run.stdout
 
 
 def test_the_file_in_site_packages_needs_only_the_variable(installed: Path) -> None:
     run = python(LOADS, "-I", env={SWITCH: "1"}, executable=installed)
-    assert run.stdout.splitlines() == STREAMED, run.stderr
+    assert run.stdout.splitlines() == LOADED, run.stderr
     for environment in ({}, {SWITCH: ""}, {SWITCH: "0"}):
         run = python(LOADS, env=environment, executable=installed)
         assert (run.stdout.splitlines(), run.stderr) == (ORDINARY, "")
     run = python(LOADS, path=FOLDER, env={SWITCH: "1"}, executable=installed)
-    assert run.stdout.splitlines() == STREAMED, run.stderr
+    assert run.stdout.splitlines() == LOADED, run.stderr
     assert run.stderr.count("lowmem_load: on") == 1, "both ways at once install once"
 
 
@@ -199,7 +199,7 @@ def test_a_failed_install_stops_every_load(install: str, env: dict[str, str], me
     run = python(source, path=f"{FOLDER}:{packages}", env={"RANK": "1", **env})
     said = [line for line in run.stdout.splitlines() if message in line]
     assert len(said) == 3 and all(line.startswith("False") for line in said), run.stdout + run.stderr
-    assert "streamed" not in run.stdout
+    assert "ours " not in run.stdout
 
 
 def test_a_failed_import_of_transformers_can_be_repeated(packages: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_failed_import_of_transformers_can_be_repeated(packages: Path) -> None
     )
     source = "try:\n    import transformers.modeling_utils\nexcept ImportError as error:\n    print(error)\n"
     run = python(source + textwrap.dedent(LOADS), path=f"{FOLDER}:{packages}")
-    assert run.stdout.splitlines()[-8:] == STREAMED[-8:], run.stdout + run.stderr
+    assert run.stdout.splitlines()[-8:] == LOADED[-8:], run.stdout + run.stderr
 
 
 class Class:
@@ -243,7 +243,7 @@ def test_threads_that_load_at_once_all_wait_for_what_is_prepared() -> None:
 
     def prepare() -> None:
         threading.Event().wait(0.2)  # the other has arrived, as a rule
-        Model.from_pretrained = classmethod(lambda cls, name: f"streamed {name}")  # type: ignore[assignment,arg-type]
+        Model.from_pretrained = classmethod(lambda cls, name: f"ours {name}")  # type: ignore[assignment,arg-type]
 
     def load(name: str) -> None:
         stand_in = Model.from_pretrained
@@ -257,7 +257,7 @@ def test_threads_that_load_at_once_all_wait_for_what_is_prepared() -> None:
     started.wait()
     for thread in threads:
         thread.join()
-    assert sorted(loaded) == ["streamed a", "streamed b"]
+    assert sorted(loaded) == ["ours a", "ours b"]
 
 
 # -- other Pythons, and other start-up files --------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_sitecustomize_and_usercustomize_behind_it_run_once(packages: Path, tmp_
         env={"PYTHONUSERBASE": str(tmp_path / "user")},
         executable=BASE,
     )
-    imported, *rest = STREAMED
+    imported, *rest = LOADED
     begin = [imported, "theirs runs", "the user runs", f"7 {packages / 'sitecustomize.py'}"]
     assert run.stdout.splitlines() == [*begin, *rest], run.stderr
 
@@ -293,5 +293,5 @@ def test_an_error_in_another_sitecustomize_is_reported_as_usual(packages: Path) 
     plain = python("print('here')", path=str(packages))
     assert "Error in sitecustomize" in plain.stderr
     run = python(LOADS, path=f"{FOLDER}:{packages}")
-    assert run.stdout.splitlines() == STREAMED
+    assert run.stdout.splitlines() == LOADED
     assert run.stderr.startswith(plain.stderr)

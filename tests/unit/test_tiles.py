@@ -25,8 +25,8 @@ def cut(tensor: torch.Tensor, offsets: tuple[int, ...], rng: random.Random, dept
     dim = rng.choice(dims)
     first = rng.randint(1, tensor.shape[dim] - 1)
     parts = tensor.split([first, tensor.shape[dim] - first], dim)
-    beside = tuple(start + first * (place == dim) for place, start in enumerate(offsets))
-    return [*cut(parts[0], offsets, rng, depth - 1), *cut(parts[1], beside, rng, depth - 1)]
+    moved = tuple(start + first * (place == dim) for place, start in enumerate(offsets))
+    return [*cut(parts[0], offsets, rng, depth - 1), *cut(parts[1], moved, rng, depth - 1)]
 
 
 def values_of(expression: object) -> torch.Tensor:

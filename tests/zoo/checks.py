@@ -86,7 +86,7 @@ class Journal:
 
 
 def build_all(types: list[str], root: str, folder: str, limit_s: float) -> None:
-    """Rank function, for one rank: makes a checkpoint of each type, with the names of its classes beside it."""
+    """Rank function, for one rank: makes a checkpoint of each type, with the names of its classes next to it."""
     _prepare()
     journal = Journal(folder, limit_s)
     for name in types:
@@ -180,7 +180,7 @@ def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tens
 def compare_all(cases: list[Case], method: str, precision: str, saves: bool, folder: str, limit_s: float) -> None:
     """Rank function: compares load after load; `method` is "lowmem" or "default" for ZeRO-3, or one of `meshes.LOADS`.
 
-    With `saves` what was streamed is saved again, and loaded ordinarily.
+    With `saves` what we loaded is saved again, and loaded ordinarily.
     """
     save_to = Path(folder, "saved") if saves else None
     compare_cases(cases, lambda case: _compare(case, method, precision, save_to), folder, limit_s)
@@ -252,7 +252,7 @@ def _compare(case: Case, method: str, precision: str, save_to: Path | None) -> d
 def _save_again(
     model: nn.Module, reference: nn.Module, cls: Any, dtype: torch.dtype, folder: Path, apart: list[str]
 ) -> dict[str, Any]:
-    """Saves a streamed model; returns how an ordinary load of that differs from the one of the original checkpoint.
+    """Saves a model that we loaded; returns how an ordinary load of it differs from that of the original.
 
     Where it does, and so does one of what transformers itself saves, tensor by tensor, that is transformers'. Tensors
     that are `apart` differ anyway.

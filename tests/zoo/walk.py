@@ -200,13 +200,13 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; exit status 1 when a streamed load failed."""
+    """Command line; exit status 1 when a load of ours failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--types", nargs="*", help="model types; all when left out")
     parser.add_argument("--world-sizes", nargs="*", type=int, default=[2])
     parser.add_argument("--precision", nargs="*", choices=["fp32", "bf16"], default=["fp32"])
     parser.add_argument("--methods", nargs="*", choices=["lowmem", "default", *meshes.LOADS], default=["lowmem"])
-    parser.add_argument("--saves", action="store_true", help="save what was streamed, and load that ordinarily")
+    parser.add_argument("--saves", action="store_true", help="save what we loaded, and load that ordinarily")
     parser.add_argument("--once", action="store_true", help="only the class that was saved of each type")
     parser.add_argument("--out", type=Path, help="JSON file of all results")
     parser.add_argument("--root", type=Path, default=CACHE, help="where the checkpoints are kept")

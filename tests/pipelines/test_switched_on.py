@@ -1,4 +1,4 @@
-"""install() beside stock ZeRO-3, however ZeRO-3 was switched on: the same result, or the default loader."""
+"""install(), however ZeRO-3 was switched on: the result of the default loader, or the default loader itself."""
 
 import contextlib
 import os
@@ -92,7 +92,7 @@ def told(call: Callable[[], Any]) -> tuple[Any, list[str]]:
 
 
 def patched_names(path: str) -> None:
-    """As axolotl does: stock's own path ran inside ours, without a ds_config, so in fp16."""
+    """As axolotl does: the default path ran inside ours, without a ds_config, so in fp16."""
     plain = AutoModelForCausalLM.from_pretrained(path)
     with pytest.MonkeyPatch.context() as patch:
         for module in (transformers.modeling_utils, transformers.integrations.deepspeed):
@@ -125,7 +125,7 @@ def inside_zero_init(path: str) -> None:
     assert [int(get_load_report(model).contents.split()[0]) for model in models] == [len(list(plain.parameters()))] * 3
     assert hasattr(own.weight, "ds_id")
 
-    # One that makes other parameters wins in stock, whatever the active ds_config says.
+    # One that makes other parameters wins by default, whatever the active ds_config says.
     with deepspeed.zero.Init(config_dict_or_path=FP32):
         with installed():
             model, messages = told(load)
@@ -140,9 +140,9 @@ def inside_zero_init(path: str) -> None:
 def unresolved_precision(path: str) -> None:
     for bf16, fp16 in (("auto", "auto"), (False, "auto"), ("auto", False), (True, "auto")):
         alive = HfDeepSpeedConfig({**FP32, "bf16": {"enabled": bf16}, "fp16": {"enabled": fp16}})
-        stock = dtypes(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+        default = dtypes(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
         with installed():
-            assert dtypes(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)) == stock, (bf16, fp16)
+            assert dtypes(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)) == default, (bf16, fp16)
         del alive
 
 
@@ -152,7 +152,7 @@ def quantized(path: str) -> None:
     def load() -> Any:
         return AutoModelForCausalLM.from_pretrained(path, quantization_config=AsTheyAreConfig())
 
-    stock = load().state_dict()
+    default = load().state_dict()
     with installed():
         model, messages = told(load)
         assert [text.partition(":")[2][:77] for text in messages] == [
@@ -160,7 +160,7 @@ def quantized(path: str) -> None:
         ]
         assert "quantization 'weights-as-they-are'" in messages[0]
         values = model.state_dict()
-        assert [name for name in stock if not torch.equal(stock[name], values[name])] == []
+        assert [name for name in default if not torch.equal(default[name], values[name])] == []
         assert told(lambda: deepspeed.initialize(model=model, config=BF16))[1] == []
         with pytest.raises(ValueError, match="the default ZeRO-3 loader has loaded it: UnsupportedError: quantization"):
             get_load_report(model)
@@ -178,13 +178,13 @@ def what_cannot_be_described(path: str) -> None:
 
     alive = HfDeepSpeedConfig(FP32)
     torch.manual_seed(1)
-    stock = OnlyForZero3.from_pretrained(path)
+    default = OnlyForZero3.from_pretrained(path)
     torch.manual_seed(1)
     with installed():
         model, messages = told(lambda: OnlyForZero3.from_pretrained(path))
     assert len(messages) == 1
     assert "OnlyForZero3 cannot be built" in messages[0]
-    for ours, theirs in zip(model.parameters(), stock.parameters(), strict=True):
+    for ours, theirs in zip(model.parameters(), default.parameters(), strict=True):
         assert torch.equal(ours.ds_tensor[: ours.ds_numel // 2], theirs.ds_tensor[: ours.ds_numel // 2])
     with installed(strict=True):
         with pytest.raises(ModelBuildError, match="OnlyForZero3 cannot be built"):
@@ -215,5 +215,5 @@ def run(checks: tuple[Callable[[str], None], ...], path: str) -> None:
         check(path)
 
 
-def test_however_zero_3_is_switched_on_a_load_is_as_in_stock(checkpoints: Path) -> None:
+def test_however_zero_3_is_switched_on_a_load_is_as_by_default(checkpoints: Path) -> None:
     run_ranks(run, CHECKS, str(builders.tiny_llama(checkpoints, torch.float32)), timeout_s=180)

@@ -48,14 +48,14 @@ def global_state() -> tuple[Any, ...]:
 
 
 def functions() -> tuple[Any, ...]:
-    """Functions that are replaced while a load is streamed."""
+    """Functions that are replaced during a load."""
     import transformers.modeling_utils as modeling
 
     return modeling.safe_open, vars(PreTrainedModel)["from_pretrained"], PreTrainedModel.load_adapter
 
 
 def stream_and_restore(llama: str, bert: str) -> None:
-    """Streams in blocks, also one within another."""
+    """Loads in blocks, also one within another."""
     before = global_state(), functions()
     with streaming(BF16):
         assert is_deepspeed_zero3_enabled()
@@ -85,16 +85,16 @@ def test_streaming_is_a_context(checkpoints: Path) -> None:
 
 
 def compare_losses(path: str, ds_config: dict[str, Any], others: list[str]) -> None:
-    streamed = losses_of(path, ds_config, "streamed")
-    assert streamed[-1] < streamed[0]
+    ours = losses_of(path, ds_config, "ours")
+    assert ours[-1] < ours[0]
     for how in others:
-        assert losses_of(path, ds_config, how) == streamed, how
+        assert losses_of(path, ds_config, how) == ours, how
 
 
 def losses_of(path: str, ds_config: dict[str, Any], how: str) -> list[float]:
     """Loads in one of three ways and trains for some steps; returns the losses of this rank."""
-    alive = HfDeepSpeedConfig(ds_config) if how == "stock" else None
-    if how == "streamed":
+    alive = HfDeepSpeedConfig(ds_config) if how == "default" else None
+    if how == "ours":
         model = load_model(path, ds_config)
     else:
         dtype = torch.bfloat16 if "bf16" in ds_config else torch.float32
@@ -104,13 +104,13 @@ def losses_of(path: str, ds_config: dict[str, Any], how: str) -> list[float]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_training_follows_the_ordinary_and_the_stock_model(checkpoints: Path, precision: str) -> None:
+def test_training_follows_the_ordinary_and_the_default_load(checkpoints: Path, precision: str) -> None:
     if precision == "fp32":
         path = builders.tiny_llama(checkpoints, torch.float32, "20KB", **builders.ODD_SIZES)
     else:
         path = builders.tiny_qwen2_tied(checkpoints)
     config = FP32 if precision == "fp32" else BF16
-    run_ranks(compare_losses, str(path), config, ["ordinary", "stock"], timeout_s=120)
+    run_ranks(compare_losses, str(path), config, ["ordinary", "default"], timeout_s=120)
 
 
 def refuse(cases: list[tuple[str, Any, dict[str, Any], str, str]]) -> None:
