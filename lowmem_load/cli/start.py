@@ -70,11 +70,15 @@ def plan(
     ] = None,
     world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks of a ZeRO job.")] = None,
     fsdp: Annotated[int | None, typer.Option(min=1, help="Number of ranks that share a parameter under FSDP2.")] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Ranks of tensor parallelism, with --fsdp.")] = 1,
-    ep: Annotated[int, typer.Option(min=1, help="Ranks of expert parallelism, with --fsdp.")] = 1,
+    tp: Annotated[
+        int, typer.Option(min=1, help="Number of ranks that split a layer (tensor parallelism), with --fsdp.")
+    ] = 1,
+    ep: Annotated[
+        int, typer.Option(min=1, help="Number of ranks that share the experts (expert parallelism), with --fsdp.")
+    ] = 1,
     dp_replicate: Annotated[int, typer.Option(min=1, help="Number of replicas (HSDP), with --fsdp.")] = 1,
     gpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Ranks on a node. Default: 8, or all if there are fewer.")
+        int | None, typer.Option(min=1, help="Number of ranks on a node. Default: 8, or all if there are fewer.")
     ] = None,
     four_bit: Annotated[bool, typer.Option("--four-bit", help="Quantize to 4 bits, for QLoRA.")] = False,
     dequantize: Annotated[
@@ -118,17 +122,15 @@ def plan(
 
 @app.command()
 def doctor(
-    store: Annotated[
-        str, typer.Option(help="HOST:PORT of a running job (its MASTER_ADDR and MASTER_PORT): what each rank does.")
-    ] = "",
+    store: Annotated[str, typer.Option(help="HOST:PORT of a running job, its MASTER_ADDR and MASTER_PORT.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Check this machine and say what to do, or say which rank of a running job is at which step, and since when.
+    """Check this machine, or the ranks of a running job.
 
-    Exits with 1 if there is a problem.
+    It compares versions with the supported ones, and looks for the compiler that DeepSpeed needs on CPUs and for locks
+    of killed builds. It says what to do about each problem, and then exits with 1. Run it where the job will run.
 
-    Checks releases against the supported ones, the compiler that DeepSpeed needs on CPUs, and locks of killed builds.
-    Runs no load and starts no ranks. Run it where the job will run.
+    With --store it prints at which step each rank of a running job is, and since when.
 
     \b
     lowmem-load doctor --json
@@ -229,18 +231,22 @@ def run(
         typer.Argument(metavar="COMMAND...", help="Command to start, with its arguments.", show_default=False),
     ],
     strict: Annotated[
-        bool, typer.Option("--strict", help="Fail if a load falls back to the default loader, or comes too early.")
+        bool,
+        typer.Option(
+            "--strict", help="Fail instead of falling back to the default loader, and if a model is loaded too early."
+        ),
     ] = False,
     no_download: Annotated[
-        bool, typer.Option("--no-download", help="Read models on the Hub by ranges, without a download to its cache.")
+        bool, typer.Option("--no-download", help="Read models on the Hub without downloading them to its cache.")
     ] = False,
     stream: Annotated[bool, typer.Option("--stream", hidden=True)] = False,
 ) -> None:
-    """Start a launcher or a script with lowmem_load switched on, in all processes that it starts.
+    """Start a command with lowmem_load switched on.
 
-    It works like `lowmem_load.install()` at the top of the training script. Models load straight into partitions or
-    shards while ZeRO-3 or FSDP2 is active. How sharded models are saved, how ZeRO-3 checkpoints of other rank counts
-    are resumed, and how TRL sends weights to vLLM change, too. LOWMEM_LOAD_INSTALL=0 turns it off for a process.
+    The command is a launcher or a script. In each process that it starts, this works like `lowmem_load.install()` at
+    the top of the training script: models load straight into partitions or shards while ZeRO-3 or FSDP2 is active.
+    How sharded models are saved, how ZeRO-3 checkpoints of other rank counts are resumed, and how TRL sends weights to
+    vLLM change, too. LOWMEM_LOAD_INSTALL=0 turns it off for a process.
 
     \b
     lowmem-load run -- torchrun --nproc-per-node 8 train.py

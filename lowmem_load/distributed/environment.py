@@ -43,7 +43,7 @@ def require_live() -> None:
     if _inherited and _inherited[0]() is dist.group.WORLD and dist.get_backend() != "fake":
         raise ConfigError(
             f"this process was forked from rank {dist.get_rank()} while its process group was live; the threads that "
-            "carry its messages stayed behind, so every exchange would wait for ever. Load in the rank itself, or "
+            "carry its messages stayed behind, so every exchange would wait forever. Load in the rank itself, or "
             f"start this process by spawn, with none of {', '.join(LAUNCHER_NAMES)} in its environment."
         )
 

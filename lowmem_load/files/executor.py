@@ -67,7 +67,7 @@ class Work:
         """Note what is read next. Raises CheckpointError if the load has failed: then nothing more is to be read."""
         self.path = path
         if self.tasks.is_closed:
-            raise CheckpointError(f"{path or 'a task'}: was left because the load has failed")
+            raise CheckpointError(f"{path or 'a task'}: was not read, because the load has failed")
 
 
 _of_thread = threading.local()

@@ -221,5 +221,5 @@ def _own_folder() -> str:
     os.makedirs(base, mode=0o700, exist_ok=True)
     status = os.lstat(base)
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise CheckpointError(f"{base}: belongs to somebody else, or others may write to it; remove it")
+        raise CheckpointError(f"{base}: belongs to another user, or others may write to it; remove it")
     return base

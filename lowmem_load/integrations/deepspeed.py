@@ -107,7 +107,7 @@ class NotGathered(dict[str, Any]):
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise LookedIntoError(
             "this code looks into the weights of a state dict, or changes it, and lowmem_load does not gather them; "
-            "hand it to save_pretrained on all ranks, or call lowmem_load.install(saves=False)"
+            "pass it to save_pretrained on all ranks, or call lowmem_load.install(saves=False)"
         )
 
     __getitem__ = __iter__ = __reversed__ = __len__ = __contains__ = __bool__ = __eq__ = __ne__ = _refuse

@@ -1,4 +1,4 @@
-"""lazy: a model whose weights are read when somebody looks at them, or by all ranks as it is sharded or partitioned."""
+"""lazy: a model whose weights are read when something uses them, or by all ranks as it is sharded or partitioned."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def reader_of(tensor: LazyTensor) -> LazyReader:
 
 
 class _LazyParameters(Unfilled):
-    """Parameters that know what they are made of, and are read when somebody looks at them. A `Target`."""
+    """Parameters that know what they are made of, and are read when something uses them. A `Target`."""
 
     def __init__(self, reader: LazyReader) -> None:
         self._reader = reader

@@ -484,7 +484,7 @@ def file_format(path: str) -> CheckpointFormat:
     return NestedTorchZip()
 
 
-# -- calls that are handed to a handler. Streamed loads wait for each other: all ranks take part in one at a time ------
+# -- calls that are handed to a handler. Loads wait for each other: all ranks take part in one at a time ------
 
 Load = Callable[[TransformersCall], tuple[nn.Module, dict[str, Any]]]
 

@@ -212,8 +212,8 @@ def refuse_parted(model: Any) -> None:
     for name, style in (model.tp_plan if (getattr(config, "tp_size", None) or 1) > 1 else {}).items():
         if style == "colwise" and name.endswith(".gate_up_proj"):
             raise UnsupportedError(
-                f"{name}: the plan of {type(model).__name__} shards it by 'colwise', which parts gates from what they "
-                f"gate; pass DistributedConfig(..., tp_plan={{{name!r}: 'packed_colwise'}})"
+                f"{name}: the plan of {type(model).__name__} shards it by 'colwise', which separates gates from "
+                f"what they gate; pass DistributedConfig(..., tp_plan={{{name!r}: 'packed_colwise'}})"
             )
 
 

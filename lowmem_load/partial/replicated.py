@@ -30,7 +30,7 @@ from lowmem_load.training_checkpoints.zero_checkpoint import REPLICATED_FILE
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-"""Of the file."""
+"""Version of the file."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

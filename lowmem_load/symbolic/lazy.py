@@ -1,4 +1,4 @@
-"""Weights that are read when somebody looks at them: the symbolic tensors of a model whose load has ended.
+"""Weights that are read when something uses them: the symbolic tensors of a model whose load has ended.
 
 [Note: never wrong] A lazy tensor stays an expression through views, moves, casts and elementwise operations on lazy
 tensors, and through writes of such values. Everything else meets real values:
@@ -96,7 +96,7 @@ def assigned_data_is_real() -> Iterator[None]:
 
 
 class LazyTensor(SymbolicTensor):
-    """A tensor that is read when somebody looks at it. See [Note: never wrong]."""
+    """A tensor that is read when something uses it. See [Note: never wrong]."""
 
     # torch's own gives real results this class.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -42,7 +42,7 @@ def blocks(document: Path, language: str) -> list[str]:
 
 
 def _paths(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield the paths that a text names, and whether each exists: in the repository, the package or a folder of its row.
+    """Yield the paths that a text names, and whether each exists: in the repository, the package or a folder of a row.
 
     Left out are links, and what begins at the root of a machine.
     """

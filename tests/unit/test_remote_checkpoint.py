@@ -320,7 +320,7 @@ def test_a_folder_that_others_may_enter_is_refused(mode: int, server: RangeServe
     base = temporary / f"lowmem_load-{os.getuid()}"
     base.mkdir()
     base.chmod(mode)
-    with pytest.raises(CheckpointError, match="belongs to somebody else, or others may write to it; remove it"):
+    with pytest.raises(CheckpointError, match="belongs to another user, or others may write to it; remove it"):
         folder_of_url(url_of(server))
     assert list(base.iterdir()) == []
 
