@@ -175,10 +175,7 @@ def check_kinds(config: Mapping[str, Any]) -> None:
 
 
 def precision_of(
-    ds_config: Mapping[str, Any],
-    *,
-    trainer_bf16: bool | None = None,
-    trainer_fp16: bool | None = None,
+    ds_config: Mapping[str, Any], *, trainer_bf16: bool | None = None, trainer_fp16: bool | None = None
 ) -> torch.dtype:
     """Return the dtype of parameters that a ds_config and the training arguments (None: there are none) agree on.
 

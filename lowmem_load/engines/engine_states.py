@@ -43,7 +43,7 @@ require(
             *("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"),
             *("_reassign_or_swap_out_partitioned_parameters", "_swappable_optimizer_subgroup"),
             *("checkpoint_event_epilogue", "checkpoint_event_prologue"),
-        ),
+        )
     },
 )
 

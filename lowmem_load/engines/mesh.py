@@ -15,12 +15,7 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    FullyShardedDataParallel,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, debug
 from torch.distributed.tensor.placement_types import _StridedShard
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lowmem_load.config.settings import Settings
 from lowmem_load.engines.mesh import dtypes_of_computation, holders, local_shard, part_of
-from lowmem_load.engines.target import HostBytes, Layout, Target
+from lowmem_load.engines.target import HostBytes, Layout, Made, Target
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
 from lowmem_load.files.memory import untouched_bytes
 from lowmem_load.models.wrappers import named_tensors, plain_name, refuse_differences
@@ -113,9 +113,7 @@ class Unfilled(Target):
         """See `Target`."""
         return Layout(SHARDED, parameter.dtype, (FlatRange(0, 0),), (0,), on_host=True)
 
-    def make(
-        self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]
-    ) -> tuple[nn.Parameter, list[torch.Tensor]]:
+    def make(self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]) -> Made:
         """See `Target`."""
         values = torch.empty(plan.shape, dtype=plan.dtype, device="meta")
         return nn.Parameter(values, requires_grad=parameter.requires_grad), [torch.empty(0, dtype=plan.dtype)]
@@ -173,9 +171,7 @@ class Sharded(Unfilled):
         shards = (self._sharded.shard(tensor)[1] for plan in plans for tensor in self._tensors(plan.names))
         return HostBytes(untouched=sum(untouched_bytes(memory) for memory in shards if memory.is_cpu))
 
-    def make(
-        self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]
-    ) -> tuple[nn.Parameter, list[torch.Tensor]]:
+    def make(self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]) -> Made:
         """Return the sharded model's parameter and its memory. See `Target`."""
         tensors = list(self._tensors(plan.names))
         if not tensors:

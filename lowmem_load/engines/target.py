@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -42,6 +42,10 @@ class HostBytes(NamedTuple):
     """That is allocated, and has no pages yet."""
 
 
+Made: TypeAlias = tuple[nn.Parameter, list[torch.Tensor]]
+"""A parameter, and flat memory for each of its destinations."""
+
+
 class Target(ABC):
     """Where the parameters of one model go on one rank. Buffers live on `device`."""
 
@@ -70,10 +74,8 @@ class Target(ABC):
         return {}
 
     @abstractmethod
-    def make(
-        self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]
-    ) -> tuple[nn.Parameter, list[torch.Tensor]]:
-        """Return the parameter that replaces a described one, and flat memory for each destination of its plan.
+    def make(self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]) -> Made:
+        """Return the parameter that replaces a described one, with the memory for its plan.
 
         Padding is zeroed. `wait` returns once all memory made so far is filled. A target that must move that memory
         before it can make more calls it first.
@@ -95,9 +97,7 @@ class Replicated(Target):
         on_host, full = self.device.type == "cpu", (FlatRange(0, numel),)
         return Layout(REPLICATED, parameter.dtype, full, (numel,), on_host, holders=self._holders)
 
-    def make(
-        self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]
-    ) -> tuple[nn.Parameter, list[torch.Tensor]]:
+    def make(self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]) -> Made:
         """See `Target`."""
         values = torch.empty(plan.shape, dtype=plan.dtype, device=self.device)
         return nn.Parameter(values, requires_grad=parameter.requires_grad), [values.view(-1)]

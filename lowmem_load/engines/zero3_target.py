@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lowmem_load.config.settings import Choice, Partition, Settings, choices_of
-from lowmem_load.engines.target import HostBytes, Layout, Replicated, Target
+from lowmem_load.engines.target import HostBytes, Layout, Made, Replicated, Target
 from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError, listed
 from lowmem_load.foreign_names import DEEPSPEED, require, require_attributes
 from lowmem_load.planning.load_plan import TargetPlan
@@ -59,12 +59,7 @@ class Zero3(Replicated):
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        rank: int,
-        device: torch.device,
-        group: Any = None,
-        modules: Collection[str] = ("",),
+        self, settings: Settings, rank: int, device: torch.device, group: Any = None, modules: Collection[str] = ("",)
     ) -> None:
         super().__init__(device, settings.world_size)
         _refuse(settings, group)
@@ -138,9 +133,7 @@ class Zero3(Replicated):
         partitioned = [plan.destinations[0].numel for plan in plans if plan.kind == KIND]
         return {} if swapping is None else swapping.files(partitioned)
 
-    def make(
-        self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]
-    ) -> tuple[nn.Parameter, list[torch.Tensor]]:
+    def make(self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]) -> Made:
         """See `Target`."""
         if plan.kind != KIND:
             return super().make(plan, parameter, wait)

@@ -83,7 +83,4 @@ def iterate(ordinary: Callable[..., Iterator[Any]], *args: Any, **kwargs: Any) -
     return ordinary(*args, **kwargs) if pairs is None else pairs
 
 
-HANDLERS: Handlers = {
-    foreign_names.SYNC_WEIGHTS: sync,
-    foreign_names.ITER_NAMED_PARAMS: iterate,
-}
+HANDLERS: Handlers = {foreign_names.SYNC_WEIGHTS: sync, foreign_names.ITER_NAMED_PARAMS: iterate}

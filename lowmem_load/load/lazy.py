@@ -18,6 +18,7 @@ from lowmem_load.distributed.side_group import SideGroup
 from lowmem_load.distributed.steps import Alone, RankGroup
 from lowmem_load.engines.mesh import local_shard, local_tensor, made_real, part_of
 from lowmem_load.engines.sharded_target import Unfilled
+from lowmem_load.engines.target import Made
 from lowmem_load.engines.zero3_target import TargetMaker, zero_init_disabled
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.files.executor import Executor
@@ -220,9 +221,7 @@ class _LazyParameters(Unfilled):
         self._originals: list[Expression] = []  # kept: `_bound` knows their leaves by id
         self._bound: dict[int, Expression] = {}
 
-    def make(
-        self, plan: TargetPlan, parameter: nn.Parameter, _: Callable[[], None], /
-    ) -> tuple[nn.Parameter, list[torch.Tensor]]:
+    def make(self, plan: TargetPlan, parameter: nn.Parameter, _: Callable[[], None], /) -> Made:
         """See `Target`. What is in memory already stays there."""
         made, empty = parameter, [torch.empty(0, dtype=plan.dtype, device="cpu")]
         if isinstance(parameter, SymbolicTensor):

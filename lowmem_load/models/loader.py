@@ -38,13 +38,7 @@ from lowmem_load.files.stand_ins import origin
 from lowmem_load.files.torch_zip import NestedTorchZip, TorchZip
 from lowmem_load.foreign_names import TORCH, TRANSFORMERS, ForeignName, check_release
 from lowmem_load.models.active import IS_LOADING, constructors, load_lock, ordinary_path, quiet
-from lowmem_load.models.model_folder import (
-    HUB_KEYWORDS,
-    check_config,
-    files_explained,
-    find_file,
-    hub_keywords,
-)
+from lowmem_load.models.model_folder import HUB_KEYWORDS, check_config, files_explained, find_file, hub_keywords
 from lowmem_load.models.quantizers import described_quantizers
 from lowmem_load.models.wrappers import refuse_differences
 from lowmem_load.planning.expression import Computed, leaves

@@ -17,14 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lowmem_load.errors import (
-    CheckpointError,
-    ConfigError,
-    ModelBuildError,
-    UnsupportedError,
-    error_text,
-    listed,
-)
+from lowmem_load.errors import CheckpointError, ConfigError, ModelBuildError, UnsupportedError, error_text, listed
 from lowmem_load.foreign_names import PEFT, require
 from lowmem_load.models.wrappers import copied
 

@@ -152,10 +152,7 @@ def _chosen(model: nn.Module, partition: Partition | None, world_size: int) -> t
 
 
 def _digest(
-    model: nn.Module,
-    chosen: Mapping[str, nn.Module],
-    config: Mapping[str, Any],
-    split: SplitOptimizer | None,
+    model: nn.Module, chosen: Mapping[str, nn.Module], config: Mapping[str, Any], split: SplitOptimizer | None
 ) -> dict[str, str]:
     """Return what must be equal on all ranks, by topic."""
     groups = [] if split is None else split.optimizer.param_groups
@@ -420,11 +417,7 @@ def partial_zero3(partition: Partition | None = None) -> Iterator[None]:
         with DistributedInterface().step("reading the arguments of deepspeed.initialize"):
             ds_config, optimizer = _translate({key: value for key, value in arguments.items() if value is not None})
         engine = initialize_partial(
-            model,
-            ds_config,
-            partition=partition,
-            optimizer=optimizer,
-            lr_scheduler=arguments.get("lr_scheduler"),
+            model, ds_config, partition=partition, optimizer=optimizer, lr_scheduler=arguments.get("lr_scheduler")
         )
         return engine, engine.optimizer, None, engine.lr_scheduler
 
