@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -110,8 +110,18 @@ class Load:
         of_ranks = self._agree_on_call(call)
         if is_left_alone(call, self.settings):
             return call.run()
-        with contextlib.ExitStack() as stack:
-            around, executor, once = self._enter(stack, call, of_ranks)
+        ranks = self.ranks
+        nodes = [str(rank) if ranks.is_fake else node for rank, (node, _) in enumerate(of_ranks)]  # no others exist
+        can_share = self.settings.offload_device != "nvme" and not ranks.is_fake  # memory that stays, and other ranks
+        once = ReadOnce(ranks, nodes, self.options.share_reads if can_share else "off")
+        with (
+            zero_init_disabled() as around,
+            on_host(),
+            random_state_of(of_ranks[0][1]),
+            make_executor(call, once.num_on_node) as executor,
+            contextlib.closing(once),
+        ):
+            executor.tasks.check = ranks.check
             try:
                 described = self._describe(call, executor, report)
                 planned = self._plan(described, around, executor, once, report)
@@ -136,29 +146,16 @@ class Load:
             agreed.payload = node_name(rank), random_state_text() if rank == 0 else ""
         return agreed.payloads
 
-    def _enter(
-        self, stack: contextlib.ExitStack, call: Call, of_ranks: Sequence[tuple[str, str]]
-    ) -> tuple[Any, Executor, ReadOnce]:
-        """Set up what a load runs in, while the stack is open, given the node and the random state of each rank.
-
-        Returns the zero.Init around it, what reads, and what reads once what several ranks need.
-        """
-        around = stack.enter_context(zero_init_disabled())
-        stack.enter_context(on_host())
-        stack.enter_context(random_state_of(of_ranks[0][1]))
-        ranks = self.ranks
-        nodes = [str(rank) if ranks.is_fake else node for rank, (node, _) in enumerate(of_ranks)]  # no others exist
-        executor = stack.enter_context(make_executor(call, nodes.count(nodes[ranks.rank])))
-        executor.tasks.check = ranks.check
-        can_share = self.settings.offload_device != "nvme" and not ranks.is_fake  # memory that stays, and other ranks
-        once = ReadOnce(ranks, nodes, self.options.share_reads if can_share else "off")
-        return around, executor, stack.enter_context(contextlib.closing(once))
-
     def _describe(self, call: Call, executor: Executor, report: LoadReport) -> Described:
         """Describe the model. Collective: the ranks agree on all that is not planned."""
         ranks, name, weights = self.ranks, call.name, self.options.weights
         settings, make_target, is_quiet = self.settings, self.make_target, ranks.rank != 0
-        progress = _progress_of_describing(call, executor)
+        computed = computing()
+
+        def so_far() -> Progress:
+            return Progress(computed().amount + executor.stats.read_bytes, "")
+
+        progress = so_far if is_local(call) else None  # files from the Hub may take hours, and others come first
         with ranks.step("describing the model", name=name, progress=progress) as agreed, report.phase("describe"):
             described = describe(
                 call, settings, make_target, executor, holds_values=True, weights=weights, is_quiet=is_quiet
@@ -285,14 +282,6 @@ def fall_back(call: Call, loader: str, reason: str, random_state: torch.Tensor) 
     model, info = call.run()
     setattr(model, FALLBACK_ATTRIBUTE, f"{loader} has loaded it: {reason}")
     return model, info
-
-
-def _progress_of_describing(call: Call, executor: Executor) -> Callable[[], Progress] | None:
-    """Return what tells how far describing is; None where files from the Hub may take hours, and others come first."""
-    computed = computing()
-    if not is_local(call):
-        return None
-    return lambda: Progress(computed().amount + executor.stats.read_bytes, "")
 
 
 def _compared(described: Described) -> dict[str, str]:
