@@ -8,8 +8,6 @@ Source: torch 2.6 to 2.13 `distributed/checkpoint/metadata.py`, `filesystem.py`.
 
 from __future__ import annotations
 
-import hashlib
-import os
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,18 +18,13 @@ import torch
 
 from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.files.inert_pickle import Foreign, is_shape, objects
-from lowmem_load.files.source import ByteSource, read_bytes
 from lowmem_load.files.torch_zip import ZippedTensors
 from lowmem_load.planning.expression import Shape
-from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.text import fingerprint, key_of
 from lowmem_load.training_checkpoints.saved_state import Entries, Files, Tile, assemble, check_written_before
 
 METADATA = ".metadata"
-
-MAX_METADATA_NBYTES = 256 << 20
-"""Bytes of the file: a chunk takes about 190, so this is 1.4 million chunks."""
 
 MAX_KEYS = 16
 """Dicts and lists within each other in a state dict."""
@@ -65,10 +58,8 @@ class SavedTensor:
 
 def open_dcp(files: Files) -> Entries:
     """Return the tensors of a folder with a `.metadata`. Reads a KiB of each chunk, and no weights."""
-    path = os.path.join(files.folder, METADATA)
-    source = files.executor.sources.opened(path)
-    saved, digest = read_metadata(source)
-    files.opened.append(PlannedFile(path, source.nbytes, digest, source.version))
+    path, pickled = files.metadata(METADATA)
+    saved = read_metadata(path, pickled)
     by_file: dict[str, list[tuple[SavedTensor, Chunk]]] = {}
     for tensor in saved.values():
         for chunk in tensor.chunks:
@@ -100,12 +91,8 @@ def open_dcp(files: Files) -> Entries:
 # -- .metadata ---------------------------------------------------------------------------------------------------------
 
 
-def read_metadata(source: ByteSource) -> tuple[dict[str, SavedTensor], str]:
-    """Return the tensors of which a `.metadata` tells, by name, and a digest of it. Other entries are left out."""
-    path, nbytes = source.path, source.nbytes
-    if nbytes > MAX_METADATA_NBYTES:
-        raise CheckpointError(f"{path}: has {nbytes} bytes, expected at most {MAX_METADATA_NBYTES}")
-    pickled = read_bytes(source, 0, nbytes)
+def read_metadata(path: str, pickled: bytes) -> dict[str, SavedTensor]:
+    """Return the tensors of which a `.metadata` tells, by name. Other entries are left out."""
     compact: dict[str, Callable[[Any], Any]] = {
         f"{_PACKAGE}.metadata.ChunkStorageMetadata": itemgetter("offsets", "sizes"),
         f"{_PACKAGE}.metadata.MetadataIndex": _index_state,
@@ -130,7 +117,7 @@ def read_metadata(source: ByteSource) -> tuple[dict[str, SavedTensor], str]:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not metadata of a torch DCP checkpoint: {reprlib.repr(error)}") from error
-    return tensors, hashlib.sha256(pickled).hexdigest()[:16]
+    return tensors
 
 
 def _state(value: Any, kind: str) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 from lowmem_load.errors import CheckpointError, ConfigError, listed
 from lowmem_load.files.executor import Executor
+from lowmem_load.files.torch_zip import describe_objects
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.training_checkpoints.dcp import METADATA, open_dcp
 from lowmem_load.training_checkpoints.names import weights_in, without_wrappers
-from lowmem_load.training_checkpoints.rank_files import open_rank_files, rank_files
+from lowmem_load.training_checkpoints.rank_files import put_together, rank_files
 from lowmem_load.training_checkpoints.safetensors_shards import open_shards, shard_files
 from lowmem_load.training_checkpoints.saved_state import OF_VERL, BandedTensor, Entries, Files, own_files
 from lowmem_load.training_checkpoints.torch_checkpointing import ITEMS, open_items
@@ -68,7 +69,8 @@ def open_state(folder: str, executor: Executor) -> tuple[str, Entries, Files]:
         kind, names = rank_files(place)
         shards = shard_files(place)
         if names or shards:
-            entries = open_rank_files(files, names) if names else open_shards(files, shards)
+            states = [files.open(name, describe_objects) for name in names]
+            entries = put_together(place, states, executor) if states else open_shards(files, shards)
             files.check_one_save()
             return kind or SHARDS, entries, files
     if parts := [part for part in _MODELS_OF_VERL if os.path.isdir(os.path.join(folder, part))]:

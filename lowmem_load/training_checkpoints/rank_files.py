@@ -21,11 +21,11 @@ from typing import Any
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.inert_pickle import WRAPPER, Foreign, Tensor, is_shape
-from lowmem_load.files.torch_zip import MAX_PICKLE_NBYTES, TorchObjects, describe_objects
+from lowmem_load.files.torch_zip import MAX_PICKLE_NBYTES, TorchObjects
 from lowmem_load.planning.expression import Expression, Shape, slice_dim
 from lowmem_load.planning.regions import Split, grid_of
 from lowmem_load.training_checkpoints.dcp import MAX_KEYS
-from lowmem_load.training_checkpoints.saved_state import BandedTensor, Entries, Files, Tile, are_equal, assemble
+from lowmem_load.training_checkpoints.saved_state import BandedTensor, Entries, Tile, are_equal, assemble
 
 _NAMES = {
     "FSDP's files of verl": re.compile(r"model_world_size_(?P<count>\d+)_rank_(?P<rank>\d+)\.pt"),
@@ -71,11 +71,6 @@ class Shard:
     shape: Shape  # of the full tensor
     placements: tuple[Foreign, ...] = ()
     places: Sequence[int] = ()  # of the rank in the groups of the mesh, along each dim
-
-
-def open_rank_files(files: Files, names: Sequence[str]) -> Entries:
-    """Return the tensors in the files of all ranks. Reads no weights."""
-    return put_together(files.folder, [files.open(name, describe_objects) for name in names], files.executor)
 
 
 def put_together(folder: str, files: Sequence[TorchObjects], executor: Executor) -> Entries:

@@ -8,6 +8,7 @@ tools that do not keep them write one file after the other.
 from __future__ import annotations
 
 import bisect
+import hashlib
 import itertools
 import math
 import os
@@ -23,7 +24,7 @@ from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import Part, fill
 from lowmem_load.files.format import CheckpointFile
-from lowmem_load.files.source import ByteSource
+from lowmem_load.files.source import ByteSource, read_bytes
 from lowmem_load.files.torch_zip import TorchObjects
 from lowmem_load.planning.expression import Concat, Expression, Shape, concat, numel, reshape
 from lowmem_load.planning.load_plan import PlannedFile
@@ -49,6 +50,9 @@ MAX_CUTS = 128
 _COPIES = 2
 """Number of the phase of a save that copies files."""
 
+MAX_METADATA_NBYTES = 256 << 20
+"""Bytes of a pickle of metadata: a chunk takes about 190, so this is 1.4 million chunks."""
+
 COMPARED_BYTES = 16 << 20
 """Bytes of each of two tensors that are in memory while they are compared."""
 
@@ -65,6 +69,17 @@ class Files:
         file = describe(self.executor.sources.opened(os.path.join(self.folder, name)))
         self.opened.append(PlannedFile(file.path, file.nbytes, file.digest, file.version))
         return file
+
+    def metadata(self, name: str) -> tuple[str, bytes]:
+        """Return the path and the bytes of a pickle that says where elements lie."""
+        path = os.path.join(self.folder, name)
+        source = self.executor.sources.opened(path)
+        if source.nbytes > MAX_METADATA_NBYTES:
+            raise CheckpointError(f"{path}: has {source.nbytes} bytes, expected at most {MAX_METADATA_NBYTES}")
+        pickled = read_bytes(source, 0, source.nbytes)
+        digest = hashlib.sha256(pickled).hexdigest()[:16]
+        self.opened.append(PlannedFile(path, source.nbytes, digest, source.version))
+        return path, pickled
 
     def raw(self, name: str, nbytes: int, what: str, advice: str, digest: str = "") -> ByteSource:
         """Return a file of which another one says where elements lie, up to byte `nbytes`."""

@@ -8,7 +8,6 @@ Source: torch_checkpointing 0.1.1 `distributed_metadata.py`, `dtensor_metadata.p
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import reprlib
@@ -22,11 +21,9 @@ from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.files.format import CheckpointFile
 from lowmem_load.files.inert_pickle import Foreign, is_shape, objects
 from lowmem_load.files.safetensors import Safetensors
-from lowmem_load.files.source import read_bytes
 from lowmem_load.planning.expression import Expression, numel
-from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.proof import prove_names
-from lowmem_load.training_checkpoints.dcp import MAX_KEYS, MAX_METADATA_NBYTES
+from lowmem_load.training_checkpoints.dcp import MAX_KEYS
 from lowmem_load.training_checkpoints.rank_files import Shard, full_tensor
 from lowmem_load.training_checkpoints.saved_state import BandedTensor, Entries, Files
 
@@ -37,13 +34,7 @@ _SAFETENSORS = "SafetensorsSerialization"
 
 def open_items(files: Files) -> Entries:
     """Return the tensors of a folder with a `metadata.pkl`. Reads headers, and values that must be equal."""
-    path = os.path.join(files.folder, ITEMS)
-    source = files.executor.sources.opened(path)
-    if source.nbytes > MAX_METADATA_NBYTES:
-        raise CheckpointError(f"{path}: has {source.nbytes} bytes, expected at most {MAX_METADATA_NBYTES}")
-    pickled = read_bytes(source, 0, source.nbytes)
-    digest = hashlib.sha256(pickled).hexdigest()[:16]
-    files.opened.append(PlannedFile(path, source.nbytes, digest, source.version))
+    path, pickled = files.metadata(ITEMS)
     tree, entries = objects(pickled, path, nbytes_per_object=3), dict[tuple[str, ...], BandedTensor]()
     try:
         if tree["version"] != "2.0":

@@ -338,7 +338,7 @@ def client_state(data: bytes) -> None:
 
 def dcp_metadata(data: bytes) -> None:
     """The `.metadata` of a torch DCP checkpoint, with chunks that lie where it says."""
-    for tensor in read_metadata(Memory(data))[0].values():
+    for tensor in read_metadata("file", data).values():
         tiles = [
             Tile(chunk.offsets, Source(chunk.file, tensor.name, chunk.start, chunk.sizes, tensor.dtype))
             for chunk in tensor.chunks
