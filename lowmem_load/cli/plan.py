@@ -157,8 +157,12 @@ def _about(plan: LoadPlan, job: Job, where: str) -> dict[str, str]:
     """Return what a plan of rank 0 says, by topic."""
     costs, once, num_files = plan.costs, once_bytes(plan), len(plan.files)
     memory = {"none": "GPU memory", "cpu": "host memory"}.get(where, where)
+    # Packed parameters count as those that they stand for.
+    numels = [2 * each.numel * each.dtype.itemsize if each.companions else each.numel for each in plan.targets]
+    largest = plan.targets[numels.index(max(numels))]
+    dtype = "4 bits" if plan.num_quantized else str(largest.dtype).removeprefix("torch.")
     rows = {
-        "model": _model_text(plan),
+        "model": f"{count(sum(numels))} parameters in {dtype}",
         "checkpoint": f"{size(sum(file.nbytes for file in plan.files))} in {num_files} file{'s' * (num_files > 1)}",
         "job": str(job),
         "rank 0 owns": f"{size(plan.partition_bytes)} of the parameters in {memory}, and {size(_full_bytes(plan))} "
@@ -181,11 +185,3 @@ def _about(plan: LoadPlan, job: Job, where: str) -> dict[str, str]:
     if plan.unexpected_keys:
         rows["not in the model"] = listed(plan.unexpected_keys, 3)
     return rows
-
-
-def _model_text(plan: LoadPlan) -> str:
-    """Return the number of parameters, and the dtype of most. Packed ones count as those that they stand for."""
-    numels = [2 * each.numel * each.dtype.itemsize if each.companions else each.numel for each in plan.targets]
-    largest = plan.targets[numels.index(max(numels))]
-    dtype = "4 bits" if plan.num_quantized else str(largest.dtype).removeprefix("torch.")
-    return f"{count(sum(numels))} parameters in {dtype}"

@@ -106,9 +106,10 @@ class Partitioner:
     def from_config(cls, ds_config: Mapping[str, Any], group: Any = None) -> Partitioner:
         """Return one that partitions among the ranks of `group`, None for all."""
         refuse_what_is_absent(ds_config)
-        num_ranks = None
+        num_ranks = mpu = None
         if group is not None:
             num_ranks = dist.get_world_size(group) // ds_config.get("sequence_parallel_size", 1)
+            mpu = SimpleNamespace(get_data_parallel_world_size=lambda: num_ranks)  # all that DeepSpeedConfig asks of it
         check_by_deepspeed(ds_config, num_ranks)
         swap_folder = _prepare_swapper(ds_config)
         secondary_size = ds_config["zero_optimization"].get("zero_hpz_partition_size", 1)
@@ -117,7 +118,7 @@ class Partitioner:
             config_dict_or_path=dict(ds_config),
             data_parallel_group=group,
             zero_param_parallel_group=_secondary_group(secondary_size),
-            mpu=_unit_of(num_ranks),
+            mpu=mpu,
         )
         partitioner = cls(init, swap_folder)
         if init.mem_efficient_linear:  # zero.Init does this when it is entered
@@ -255,11 +256,6 @@ class _ConfigOfAJob(DeepSpeedConfig):
     @world_size.setter
     def world_size(self, counted: int) -> None:
         """Ignore what DeepSpeed has counted."""
-
-
-def _unit_of(world_size: int | None) -> Any:
-    """Return all that DeepSpeedConfig asks of a model-parallel unit, or None as it takes it."""
-    return None if world_size is None else SimpleNamespace(get_data_parallel_world_size=lambda: world_size)
 
 
 def _secondary_group(num_ranks: int) -> Any:

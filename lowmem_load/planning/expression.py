@@ -159,16 +159,13 @@ class Instance:
 def substituted(node: Expression, places: dict[int, Expression]) -> Expression:
     """Return an expression with others in the place of some of its nodes, by `id`. `places` gets its other nodes."""
     if id(node) not in places:
-        places[id(node)] = _rebuilt(node, places)
+        made = node
+        if isinstance(node, Strided | Cast):
+            made = replace(node, part=substituted(node.part, places))
+        elif not isinstance(node, Source | Held | Placeholder):  # a pattern has no sources
+            made = replace(node, parts=tuple(substituted(part, places) for part in node.parts))
+        places[id(node)] = made
     return places[id(node)]
-
-
-def _rebuilt(node: Expression, places: dict[int, Expression]) -> Expression:
-    if isinstance(node, Source | Held | Placeholder):
-        return node
-    if isinstance(node, Strided | Cast):
-        return replace(node, part=substituted(node.part, places))
-    return replace(node, parts=tuple(substituted(part, places) for part in node.parts))  # a pattern has no sources
 
 
 Leaf = Source | Held | Computed | Elementwise

@@ -119,7 +119,10 @@ def consolidate(
             tensors, files, left_out = _describe_folder(saved, scratch, executor, config, options)
             source = f"a checkpoint of {saved.kind}: {len(saved.files)} files"
             source += f"; {saved.removed} was removed from all names" if saved.removed else ""
-            shares = _shares(tensors, ranks, executor)
+            buffer, shares = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu"), {}
+            for name, tensor in tensors.items():
+                region = partition_range(tensor.numel, ranks.rank, ranks.world_size)
+                shares[name] = ShareOfTensor(name, tensor, region, executor, buffer)
             return Weights(files, shares, left_out=left_out, num_masters=saved.num_masters, source=source)
 
         return write(ranks, folder, weights, {"dtype": dtype}, title="consolidate")
@@ -138,16 +141,6 @@ class ShareOfTensor:
     def memory(self) -> contextlib.AbstractContextManager[Iterator[MemoryPiece]]:
         """Yield the elements chunk by chunk. Each is overwritten by the next one."""
         return contextlib.closing(read_chunks(self.name, self.tensor, self.region, self.executor, self.buffer))
-
-
-def _shares(tensors: Mapping[str, BandedTensor], ranks: RankGroup, executor: Executor) -> dict[str, ShareOfTensor]:
-    """Return the part of each tensor that this rank copies."""
-    buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
-    shares = {}
-    for name, tensor in tensors.items():
-        region = partition_range(tensor.numel, ranks.rank, ranks.world_size)
-        shares[name] = ShareOfTensor(name, tensor, region, executor, buffer)
-    return shares
 
 
 # -- what the files of the new folder are ------------------------------------------------------------------------------

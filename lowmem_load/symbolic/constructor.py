@@ -293,7 +293,11 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return metas
             kwargs = {**kwargs, "device": CPU} if device == _DEFAULT else kwargs
         is_apart = is_on_meta and func.overloadpacket in _EMPTY | _ZERO and metas.nbytes >= APART_BYTES
-        result = _make_zeros_apart(metas) if is_apart else func(*args, **kwargs)
+        if is_apart:
+            flat = map_memory(metas.untyped_storage().nbytes())
+            result = flat.view(metas.dtype).as_strided(metas.shape, metas.stride())
+        else:
+            result = func(*args, **kwargs)
         made = list(tensors_in(result))
         if is_on_meta:
             self._memory.note_instead_of_meta(made)
@@ -342,12 +346,6 @@ def _is_special(tensor: torch.Tensor) -> bool:
     """Return whether a tensor runs operations by itself or has no memory yet: it is symbolic or lazy."""
     is_plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     return not is_plain or nn.parameter.is_lazy(tensor)
-
-
-def _make_zeros_apart(meta: torch.Tensor) -> torch.Tensor:
-    """Return zeros of a meta tensor's shape, strides and dtype in memory of their own: see `APART_BYTES`."""
-    flat = map_memory(meta.untyped_storage().nbytes())
-    return flat.view(meta.dtype).as_strided(meta.shape, meta.stride())
 
 
 def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
