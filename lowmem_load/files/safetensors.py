@@ -12,7 +12,7 @@ import json
 import math
 import reprlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +92,10 @@ def header_nbytes(prefix: bytes, file_name: str, file_nbytes: int) -> int:
 
 
 def parse_header(header: bytes, file_name: str, file_nbytes: int) -> tuple[dict[str, Entry], dict[str, str] | None]:
-    """Return the validated tensors and the metadata of the JSON `header` of a file of `file_nbytes` bytes."""
+    """Return the tensors and the metadata of the JSON `header` of a file of `file_nbytes` bytes, both validated.
+
+    The tensors are in the order of their data.
+    """
     data_start = PREFIX_NBYTES + len(header)
     try:
         tensors = json.loads(header.decode("utf-8"), object_pairs_hook=_without_twins, parse_constant=_refuse)
@@ -106,9 +109,9 @@ def parse_header(header: bytes, file_name: str, file_nbytes: int) -> tuple[dict[
     except (ValueError, TypeError, RecursionError) as error:
         raise HeaderError(f"{file_name}: header is not valid JSON of tensors: {error}") from error
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # which experts share: else 130 bytes for each tensor
-    entries = {name: _entry(name, fields, data_start, file_name, shapes) for name, fields in tensors.items()}
+    entries = sorted(_entry(name, fields, data_start, file_name, shapes) for name, fields in tensors.items())
     _check_tiling(entries, data_start, file_name, file_nbytes)
-    return entries, metadata
+    return {entry.name: entry for entry in entries}, metadata
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -159,9 +162,9 @@ def _entry(
     return Entry(data_start + start, data_start + end, name, code, shapes.setdefault(sizes, sizes))
 
 
-def _check_tiling(entries: Mapping[str, Entry], data_start: int, file_name: str, file_nbytes: int) -> None:
+def _check_tiling(entries: Sequence[Entry], data_start: int, file_name: str, file_nbytes: int) -> None:
     end = data_start
-    for entry in sorted(entries.values()):  # empty tensors come before others of the same start
+    for entry in entries:  # empty tensors come before others of the same start
         if entry.start != end:
             raise HeaderError(
                 f"{file_name}: tensor {entry.name!r} starts at byte {entry.start}, but the one before it ends at "

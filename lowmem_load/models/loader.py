@@ -41,7 +41,7 @@ from lowmem_load.models.active import IS_LOADING, constructors, load_lock, ordin
 from lowmem_load.models.model_folder import HUB_KEYWORDS, check_config, files_explained, find_file, hub_keywords
 from lowmem_load.models.quantizers import described_quantizers
 from lowmem_load.models.wrappers import refuse_differences
-from lowmem_load.planning.expression import Computed, leaves
+from lowmem_load.planning.expression import Computed, leaves, numel
 from lowmem_load.replaced import Handler, Handlers, holding, replaced
 from lowmem_load.symbolic.attributes import EXTRA_STATE
 from lowmem_load.symbolic.constructor import META, Constructor, Context
@@ -334,13 +334,31 @@ class SymbolicFile(contextlib.AbstractContextManager["SymbolicFile"]):
         """Return the strings in the header, such as the format."""
         return self._file.metadata
 
+    def offset_keys(self) -> list[str]:
+        """Return the names of the tensors in the order of their data."""
+        return list(self._file.names)
+
     def get_tensor(self, name: str) -> torch.Tensor:
         """Return a symbolic tensor; a real one for an extra state."""
         return for_loader(name, SymbolicTensor(self.expression(name), self._read_now))
 
+    def get_tensors(self) -> dict[str, torch.Tensor]:
+        """Return all tensors, by their names."""
+        return {name: self.get_tensor(name) for name in self.offset_keys()}
+
     def get_slice(self, name: str) -> _SymbolicSlice:
         """Return a tensor that may be indexed before it is made."""
         return _SymbolicSlice(self, name)
+
+    def get_tensor_meta(self, name: str) -> _SymbolicMeta:
+        """Return what the header says of a tensor."""
+        return _SymbolicMeta(self, name)
+
+    def prefetch(
+        self, plan: Mapping[str, slice | None] | None = None, *, device: Any = None, threads: int = 8
+    ) -> _SymbolicLoader:
+        """Return symbolic tensors, some with the rows of the plan. Nothing is read, and they stay on the host."""
+        return _SymbolicLoader(self, dict.fromkeys(self.offset_keys()) if plan is None else plan)
 
 
 class _SymbolicSlice:
@@ -358,6 +376,47 @@ class _SymbolicSlice:
     def __getitem__(self, index: Any) -> torch.Tensor:
         tensor = self._file.get_tensor(self._name)
         return tensor if index is Ellipsis else tensor[index]
+
+
+class _SymbolicMeta(_SymbolicSlice):
+    """Stands for `TensorMeta` of safetensors 0.9."""
+
+    __slots__ = ()
+    shape = property(_SymbolicSlice.get_shape)
+    dtype = property(_SymbolicSlice.get_dtype)
+
+    @property
+    def data_offsets(self) -> tuple[int, int]:
+        first: Any = self._file.expression(self._file.offset_keys()[0])
+        tensor: Any = self._file.expression(self._name)
+        start = tensor.start - first.start
+        return start, start + numel(tensor) * tensor.dtype.itemsize
+
+
+class _SymbolicLoader(contextlib.AbstractContextManager["_SymbolicLoader"]):
+    """Stands for `PrefetchLoader` of safetensors 0.9, which gives each tensor once."""
+
+    def __init__(self, file: SymbolicFile, plan: Mapping[str, slice | None]) -> None:
+        self._file, self._rows = file, dict(plan)
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, self.take(name)) for name in self.names())
+
+    def names(self) -> list[str]:
+        return [name for name in self._file.offset_keys() if name in self._rows]
+
+    def take(self, name: str) -> torch.Tensor:
+        rows, tensor = self._rows.pop(name), self._file.get_tensor(name)
+        return tensor if rows is None else tensor[rows]
+
+    def close(self) -> None:
+        self._rows.clear()
 
 
 def for_loader(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,20 +1,26 @@
 """What stands in for what transformers has: alike to it, and gone afterwards."""
 
+import inspect
 import subprocess
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers.core_model_loading as loading
+from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
 
+from lowmem_load import load_model
+from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import HeaderError
 from lowmem_load.files.safetensors import Safetensors
 from lowmem_load.files.source import LocalFile, OpenSources
-from lowmem_load.models.loader import collecting_handlers
+from lowmem_load.models.loader import SymbolicFile, collecting_handlers
 from lowmem_load.planning.expression import Expression
 from lowmem_load.replaced import replaced
 from lowmem_load.symbolic.constructor import Context
@@ -117,3 +123,110 @@ def test_a_file_is_described_once_unless_that_fails(context: Context, tmp_path: 
     with pytest.raises(HeaderError):
         context.file(str(tmp_path / "c.safetensors"), Safetensors())
     assert context.files == {paths[0]: found[0], paths[1]: found[1]}
+
+
+# -- what safe_open of safetensors 0.9 returns, and transformers' loader with its prefetch -----------------------------
+
+OF_0_9 = {"get_slice", "get_tensor", "get_tensor_meta", "get_tensors", "keys", "metadata", "offset_keys", "prefetch"}
+
+
+def public(kind: type) -> set[str]:
+    return {name for name in dir(kind) if not name.startswith("_")}
+
+
+def test_a_symbolic_file_has_what_the_file_of_safetensors_has(context: Context, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    tensors = {"b": torch.ones(2, 3), "c": torch.ones(2, dtype=torch.int64), "a": torch.ones(5).bfloat16()}
+    save_file(tensors, path, {"format": "pt"})
+    assert public(SymbolicFile) - {"expression"} == OF_0_9 >= public(safe_open)
+    with safe_open(path, "pt") as theirs, SymbolicFile(context.file(str(path), Safetensors()), read_nothing) as ours:
+        assert (ours.keys(), ours.metadata()) == (theirs.keys(), theirs.metadata())
+        assert ours.offset_keys() == theirs.offset_keys() == list(ours.get_tensors()) != ours.keys()
+        end = 0
+        for name in ours.offset_keys():
+            meta, part, expected = ours.get_tensor_meta(name), ours.get_slice(name), theirs.get_slice(name)
+            of_both = ours.get_tensors()[name], ours.get_tensor(name), part[...], tensors[name]
+            assert len({(tensor.shape, tensor.dtype) for tensor in of_both}) == 1
+            assert (meta.shape, meta.dtype) == (part.get_shape(), part.get_dtype())
+            assert (meta.shape, meta.dtype) == (expected.get_shape(), expected.get_dtype())
+            assert meta.data_offsets == (end, end := end + tensors[name].nbytes)
+            if hasattr(theirs, "get_tensor_meta"):
+                assert meta.data_offsets == theirs.get_tensor_meta(name).data_offsets
+
+
+def test_prefetched_tensors_are_given_once(context: Context, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({"b": torch.ones(4, 3), "c": torch.ones(2), "a": torch.ones(5)}, path)
+    file = SymbolicFile(context.file(str(path), Safetensors()), read_nothing)
+    with file.prefetch({"a": None, "b": slice(1, 3)}, device="cuda", threads=2) as loader:
+        assert (loader.names(), len(loader)) == (["a", "b"], 2)
+        assert loader.take("b").shape == (2, 3)
+        with pytest.raises(KeyError):
+            loader.take("b")
+        assert [(name, tensor.shape) for name, tensor in loader] == [("a", (5,))]
+    loader = file.prefetch()
+    assert loader.names() == file.offset_keys()
+    loader.close()
+    assert not loader.names()
+
+
+def through_loader(file: Any, name: str, loaders: dict[Any, Any]) -> torch.Tensor:
+    """As in safetensors 0.9."""
+    if file not in loaders:
+        loaders[file] = file.prefetch()
+    return loaders[file].take(name)
+
+
+def through_file(file: Any, name: str, loaders: dict[Any, Any]) -> torch.Tensor:
+    """As in the pull request, before `prefetch` returned anything."""
+    if file not in loaders:
+        loaders[file] = file.prefetch()
+    return file.get_tensor(name)
+
+
+@pytest.fixture(params=[through_loader, through_file])
+def prefetched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have transformers' loader take tensors as its pull request 48930 does on a GPU. Returns what it has taken."""
+    take: Callable[[Any, str, dict[Any, Any]], torch.Tensor] = request.param
+    loaders: dict[Any, Any] = {}
+    taken: list[str] = []
+
+    class Prefetched:
+        def __init__(self, file: Any, name: str) -> None:
+            self.file, self.name, self.meta = file, name, file.get_tensor_meta(name)
+
+        def get_dtype(self) -> str:
+            return str(self.meta.dtype)
+
+        def get_shape(self) -> list[int]:
+            return list(self.meta.shape)
+
+        def __getitem__(self, index: Any) -> torch.Tensor:
+            taken.append(self.name)
+            tensor = take(self.file, self.name, loaders)
+            part = tensor[index]
+            return part.clone() if part.numel() < tensor.numel() else part
+
+    text = textwrap.dedent(inspect.getsource(inspect.unwrap(PreTrainedModel._load_pretrained_model)))
+    assert text.count("file_pointer.get_slice(k)") == 1
+    names: dict[str, Any] = {}
+    exec(text.replace("file_pointer.get_slice(k)", "_Prefetched(file_pointer, k)"), vars(modeling_utils), names)
+    monkeypatch.setattr(modeling_utils, "_Prefetched", Prefetched, raising=False)
+    monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", names["_load_pretrained_model"])
+    return taken
+
+
+@pytest.mark.parametrize("build", [builders.tiny_llama, builders.tiny_mixtral])
+def test_a_loader_that_prefetches_loads_the_same(
+    build: Callable[[Path], Path], prefetched: list[str], checkpoints: Path
+) -> None:
+    path = str(build(checkpoints))
+    try:
+        model = load_model(path, {"zero_optimization": {"stage": 0}})
+    finally:
+        DistributedInterface().destroy()
+    assert len(prefetched) == len(set(prefetched)) > 0
+    expected = AutoModelForCausalLM.from_pretrained(path, dtype="auto", disable_mmap=True).state_dict()
+    found = model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
