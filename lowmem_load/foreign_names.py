@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
-from lowmem_load.errors import IncompatibleVersionError
+from lowmem_load.errors import IncompatibleVersionError, UnsupportedError
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,12 @@ def installed_release(package: str) -> str:
         return str(getattr(sys.modules.get(package), "__version__", None) or importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:  # it runs from a folder of sources
         return ""
+
+
+def absent(setting: str) -> UnsupportedError:
+    """Return the error about a setting that only newer releases of DeepSpeed know."""
+    release = installed_release("deepspeed")
+    return UnsupportedError(f"{setting}: deepspeed {release} would ignore it; remove it, or install deepspeed>=0.19.8")
 
 
 def is_release_between(package: str, oldest: str, newest: str = "") -> bool:

@@ -37,7 +37,7 @@ from torch import nn
 from lowmem_load.engines.ops import load_async_io
 from lowmem_load.engines.parameters import is_partitioned
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.foreign_names import DEEPSPEED, require, require_attributes
+from lowmem_load.foreign_names import DEEPSPEED, absent, require, require_attributes
 from lowmem_load.planning.regions import FlatRange, partition_range, secondary_range
 from lowmem_load.text import size
 
@@ -69,9 +69,8 @@ MIN_REGISTERED_BYTES = 1 << 20
 """From this size on, memory is mapped and registered with the device. torch rounds a pinned block up to a power of two,
 and never gives it back."""
 
-# Modules of DeepSpeed that keep buffers in fp32 and read expert_parallel.
-KEEPS_FP32 = "deepspeed.runtime.keep_in_fp32"
 HAS_AUTOEP = "deepspeed.module_inject.auto_ep_config"
+"""Module of DeepSpeed that reads expert_parallel."""
 
 
 class Partitioner:
@@ -448,26 +447,4 @@ def refuse_what_is_absent(ds_config: Mapping[str, Any]) -> None:
         if section.get(name) and get_accelerator().device_name() == "cpu":
             raise UnsupportedError(f"{name}: DeepSpeed's quantizer is a CUDA kernel; remove it on CPU")
     if (ds_config.get("expert_parallel") or {}).get("enabled") and not has(HAS_AUTOEP):
-        raise _absent("expert_parallel")
-
-
-def fp32_buffers(module: nn.Module, setting: Any, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the buffers that DeepSpeed keeps in fp32 when it trains `module` in `dtype`.
-
-    `setting` is data_types.keep_in_fp32_modules of the ds_config; None if it is absent.
-    """
-    if not has(KEEPS_FP32):
-        if isinstance(setting, list) and setting:
-            raise _absent("data_types.keep_in_fp32_modules")
-        return []
-    require(DEEPSPEED, {KEEPS_FP32: ("buffers_to_keep_in_fp32", "keep_in_fp32_pattern")})
-    from deepspeed.runtime.keep_in_fp32 import buffers_to_keep_in_fp32, keep_in_fp32_pattern
-
-    pattern = keep_in_fp32_pattern(module, setting, dtype)
-    return [] if pattern is None else buffers_to_keep_in_fp32(module, pattern)
-
-
-def _absent(setting: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{setting}: deepspeed {deepspeed.__version__} would ignore it; remove it, or install deepspeed>=0.19.8"
-    )
+        raise absent("expert_parallel")

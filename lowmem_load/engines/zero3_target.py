@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import importlib.util
+import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,7 @@ from torch import nn
 from lowmem_load.config.settings import Choice, Partition, Settings, choices_of
 from lowmem_load.engines.target import HostBytes, Layout, Made, Replicated, Target
 from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError, listed
-from lowmem_load.foreign_names import DEEPSPEED, require, require_attributes
+from lowmem_load.foreign_names import DEEPSPEED, absent, require, require_attributes
 from lowmem_load.planning.load_plan import TargetPlan
 from lowmem_load.planning.regions import partition_numel, partition_range, secondary_range
 from lowmem_load.quantized.format import packed_parameters
@@ -48,8 +50,6 @@ _LOSSY = {
     "stage3_use_all_reduce_for_fetch_params": "adds up what it gathers",  # DeepSpeed takes both names
 }
 """Settings of zero_optimization under which DeepSpeed computes with weights when it gathers them."""
-
-_FP32_NAMES = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
 
 
 class Zero3(Replicated):
@@ -92,10 +92,6 @@ class Zero3(Replicated):
     def fp32_buffers(self, model: nn.Module, /) -> list[torch.Tensor]:
         """Return the buffers that the model or the ds_config (data_types.keep_in_fp32_modules) names for fp32."""
         setting = self._settings.ds_config.get("data_types", {}).get("keep_in_fp32_modules")
-        if not isinstance(setting, list) and not any(map(_names_fp32, model.modules())):
-            return []  # without importing DeepSpeed
-        from lowmem_load.engines.partition import fp32_buffers
-
         return fp32_buffers(model, setting, self._settings.dtype)
 
     def host_bytes(self, plans: Sequence[TargetPlan], /) -> HostBytes:
@@ -175,9 +171,33 @@ def target_maker(rank: int, device: torch.device, group: Any = None) -> TargetMa
     return make
 
 
-def _names_fp32(module: nn.Module) -> bool:
-    own, cls = vars(module), type(module)  # not getattr: nn.Module.__getattr__ is slow for absent names
-    return any(own.get(name, getattr(cls, name, None)) for name in _FP32_NAMES)
+def fp32_buffers(module: nn.Module, setting: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the buffers that DeepSpeed keeps in fp32 when it trains `module` in `dtype`.
+
+    `setting` is data_types.keep_in_fp32_modules of the ds_config; None if it is absent.
+    """
+    rules = fp32_rules()
+    if rules is None:
+        if isinstance(setting, list) and setting:
+            raise absent("data_types.keep_in_fp32_modules")
+        return []
+    pattern = rules.keep_in_fp32_pattern(module, setting, dtype)
+    return [] if pattern is None else list(rules.buffers_to_keep_in_fp32(module, pattern))
+
+
+def fp32_rules() -> Any:
+    """Return the module of DeepSpeed that chooses buffers for fp32; None if the installed release has none."""
+    # Its file is run by itself: planning needs nothing else of DeepSpeed, whose import takes seconds.
+    package = importlib.util.find_spec("deepspeed")
+    assert package is not None and package.origin is not None  # this package requires it
+    path = os.path.join(os.path.dirname(package.origin), "runtime", "keep_in_fp32.py")
+    spec = importlib.util.spec_from_file_location("deepspeed_keep_in_fp32", path)
+    if not os.path.exists(path) or spec is None or spec.loader is None:
+        return None
+    rules = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(rules)
+    require_attributes(DEEPSPEED, rules, ("buffers_to_keep_in_fp32", "keep_in_fp32_pattern"))
+    return rules
 
 
 def _refuse(settings: Settings, group: Any) -> None:

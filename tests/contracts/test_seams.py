@@ -25,7 +25,7 @@ from torch import nn
 
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.engines import engine as zero3_engine
-from lowmem_load.engines import hooks, ops, parameters
+from lowmem_load.engines import hooks, ops, parameters, zero3_target
 from lowmem_load.engines import partition as zero3
 from lowmem_load.errors import IncompatibleVersionError
 from lowmem_load.models import loader as hf
@@ -66,11 +66,14 @@ def test_a_deepspeed_without_a_name_is_refused(
         check(seam)
 
 
-@pytest.mark.skipif(not zero3.has(zero3.KEEPS_FP32), reason="this deepspeed keeps no buffers in fp32")
-def test_a_name_that_only_newer_releases_have_is_checked_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(f"{zero3.KEEPS_FP32}.buffers_to_keep_in_fp32")
+def test_a_name_that_only_newer_releases_have_is_checked_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: package)
+    assert zero3_target.fp32_rules() is None
+    (tmp_path / "runtime").mkdir()
+    (tmp_path / "runtime/keep_in_fp32.py").write_text("keep_in_fp32_pattern = print")
     with pytest.raises(IncompatibleVersionError, match=OF_DEEPSPEED.format("buffers_to_keep_in_fp32")):
-        zero3.fp32_buffers(nn.Module(), None, torch.bfloat16)
+        zero3_target.fp32_rules()
 
 
 @pytest.mark.parametrize(

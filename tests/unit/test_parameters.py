@@ -7,9 +7,10 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from torch import nn
 
-from lowmem_load.engines import partition
+from lowmem_load.engines import partition, zero3_target
 from lowmem_load.engines.parameters import partition_in_memory
-from lowmem_load.engines.partition import HAS_AUTOEP, KEEPS_FP32, fp32_buffers, has, refuse_what_is_absent
+from lowmem_load.engines.partition import HAS_AUTOEP, refuse_what_is_absent
+from lowmem_load.engines.zero3_target import fp32_buffers, fp32_rules
 from lowmem_load.errors import UnsupportedError
 
 
@@ -76,7 +77,7 @@ def model() -> nn.Module:
     return nn.ModuleDict({"router": Router(), "other": other})
 
 
-@pytest.mark.skipif(not has(KEEPS_FP32), reason="this deepspeed keeps no buffers in fp32")
+@pytest.mark.skipif(fp32_rules() is None, reason="this deepspeed keeps no buffers in fp32")
 @pytest.mark.parametrize(
     ("setting", "dtype", "expected"),
     [
@@ -97,7 +98,7 @@ def test_buffers_that_stay_in_fp32(setting: Any, dtype: torch.dtype, expected: l
 
 
 def test_a_release_that_keeps_no_buffers_is_not_asked_for_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition, "has", lambda _: False)
+    monkeypatch.setattr(zero3_target, "fp32_rules", lambda: None)
     assert fp32_buffers(model(), None, torch.bfloat16) == []
     assert fp32_buffers(model(), [], torch.bfloat16) == []
     with pytest.raises(UnsupportedError, match=r"data_types\.keep_in_fp32_modules: deepspeed \d\S+ would ignore it"):

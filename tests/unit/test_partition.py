@@ -11,7 +11,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from torch import nn
 
 from lowmem_load.engines import partition
-from lowmem_load.engines.partition import KEEPS_FP32, Partitioner, Swapping, has
+from lowmem_load.engines.partition import Partitioner, Swapping
+from lowmem_load.engines.zero3_target import fp32_rules
 from lowmem_load.errors import ConfigError
 
 
@@ -200,7 +201,7 @@ def test_what_will_be_swapped_is_known_before(tmp_path: Path) -> None:
         pytest.param(
             {"data_types": {"keep_in_fp32_modules": 7}},
             "DeepSpeedConfigError: data_types",
-            marks=pytest.mark.skipif(not has(KEEPS_FP32), reason="this deepspeed keeps no buffers in fp32"),
+            marks=pytest.mark.skipif(fp32_rules() is None, reason="this deepspeed keeps no buffers in fp32"),
         ),
     ],
 )
