@@ -52,7 +52,7 @@ def measure(folder: str, ways: Sequence[str], repeats: int) -> dict[str, list[li
 
     from lowmem_load import load_model
     from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.load import load
+    from lowmem_load.files import executor
 
     ranks, path = DistributedInterface(), Path(folder)
     load_model(folder, zero3_config("bf16"))  # imports the rest
@@ -65,7 +65,7 @@ def measure(folder: str, ways: Sequence[str], repeats: int) -> dict[str, list[li
         if way.startswith("raw"):
             read_raw(path, ranks.rank, ranks.world_size, os.O_DIRECT if "direct" in way else 0)
         else:
-            few = mock.patch.object(load, "is_cached", return_value=True)
+            few = mock.patch.object(executor, "is_cached", return_value=True)
             with few if "few" in way else contextlib.nullcontext():
                 load_model(folder, zero3_config("bf16"))
         found[way].append([time.perf_counter() - start, time.process_time() - cpu_start])

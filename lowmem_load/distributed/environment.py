@@ -147,6 +147,11 @@ def cores(local_ranks: int) -> int:
     return max(1, allowed if is_own else allowed // local_ranks)
 
 
+def ranks_on_node(world_size: int) -> int:
+    """Return how many ranks the launcher has started on this node; all of them if it does not say."""
+    return integer("LOCAL_WORLD_SIZE") if os.environ.get("LOCAL_WORLD_SIZE") else world_size
+
+
 def integer(name: str) -> int:
     """Return the value of an environment variable; raise ConfigError if it is not an integer."""
     text = os.environ.get(name, "")

@@ -20,9 +20,10 @@ import torch
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.files.memory import Temporaries, compute_into, make_pages, naming_shortage, scatter_elements
+from lowmem_load.files.mounts import is_cached
 from lowmem_load.files.remote_file import CHECK_S
 from lowmem_load.files.source import Opener, OpenSources
-from lowmem_load.files.stand_ins import open_file
+from lowmem_load.files.stand_ins import is_stand_in, open_file
 from lowmem_load.files.uploads import Put, Uploads, move_tasks
 from lowmem_load.locks import ForkedLock
 from lowmem_load.phases import no_callback
@@ -211,10 +212,14 @@ class Tasks:
 
 @dataclass(slots=True)
 class ReadStats:
-    """What was read so far: bytes, gaps included, which grow while a read goes on; ended reads; the latest file."""
+    """What was read so far: bytes, gaps included, which grow while a read goes on; ended reads; the latest file.
+
+    `cold_files` were not cached when they were asked for; see `have_enough_in_flight`.
+    """
 
     read_bytes: int = 0
     num_reads: int = 0
+    cold_files: int = 0
     path: str = ""
 
 
@@ -231,15 +236,17 @@ class Executor:
     objects that stay would fill the holes that are freed, so that its heap would grow with each operation (by 80 MiB
     for a partition of 1250 MiB). The C library gives other threads heaps of their own, where nothing stays.
 
-    There are `num_threads` reads at a time. With 1, the calling thread reads, and one thread computes operations. For a
-    device there are at least `MIN_DEVICE_THREADS`.
+    There are `num_threads` reads at a time, and `num_if_cold` into host memory if most files are not cached; 0 asks
+    nothing. With 1, the calling thread reads, and one thread computes operations. For a device there are at least
+    `MIN_DEVICE_THREADS`.
     """
 
-    def __init__(self, *, num_threads: int = 1, open_source: Opener = open_file) -> None:
+    def __init__(self, *, num_threads: int = 1, num_if_cold: int = 0, open_source: Opener = open_file) -> None:
         self.sources = OpenSources(open_source)
         self.stats = ReadStats()
         self.on_bytes: Callable[[int], object] = no_callback  # called with needed bytes that arrived, from any thread
-        self.num_threads = num_threads
+        self.num_threads, self._num_if_cold = num_threads, num_if_cold
+        self._asked: set[str] = set()  # files of which is known whether they are cached
         self.tasks = Tasks(num_threads)
         self._lock = ForkedLock()
         self._temporaries = Temporaries()
@@ -254,6 +261,20 @@ class Executor:
             self._end_tasks()
             self.renew_tasks(self.num_threads)
             raise
+
+    def have_enough_in_flight(self, paths: Iterable[str], *, on_host: bool) -> None:
+        """Let so many threads read into host memory that the storage is busy, if most files are not cached.
+
+        A read that waits for storage needs no core. Reads of cached files do, and take more of it with more threads.
+        For a device there are no more threads, because each has pinned slots, which stay.
+        """
+        if not self._num_if_cold:
+            return
+        unknown = set(paths) - self._asked
+        self._asked |= unknown
+        self.stats.cold_files += sum(not is_stand_in(path) and not is_cached(path) for path in unknown)
+        if on_host and 2 * self.stats.cold_files > len(self._asked) and self.num_threads < self._num_if_cold:
+            self.renew_tasks(self._num_if_cold)
 
     def renew_tasks(self, num_threads: int) -> None:
         """Leave further reads to so many other threads, whatever those that there were are at."""

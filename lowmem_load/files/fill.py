@@ -45,6 +45,8 @@ def fill(parts: Sequence[Part], executor: Executor, on_part: Callable[[], object
     Raises PlanError before anything is read, and CheckpointError if a file cannot be read or has changed.
     """
     planner = Planner()
+    paths = {leaf.path for part in parts for leaf in leaves(part.expression) if isinstance(leaf, Source)}
+    executor.have_enough_in_flight(paths, on_host=all(part.memory.is_cpu for part in parts))
     planned = []
     for name, expression, region, memory in parts:
         values = cast(expression, memory.dtype)

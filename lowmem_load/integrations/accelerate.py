@@ -50,8 +50,8 @@ def load_lazily(call: Call, *, options: Options) -> tuple[nn.Module, dict[str, A
     """Run a call; return a model that is lazy until accelerate shards it. Local: only then do the ranks agree."""
     ranks, state, device_map = RankGroup(None), torch.get_rng_state(), call.kwargs.pop("device_map", None)
     find(call, options, Alone())
-    on_node = environment.integer("LOCAL_WORLD_SIZE") if os.environ.get("LOCAL_WORLD_SIZE") else ranks.world_size
-    executor, report = make_executor(call, on_node), LoadReport(call.name, ranks.rank, ranks.world_size)
+    executor = make_executor(call, environment.ranks_on_node(ranks.world_size))
+    report = LoadReport(call.name, ranks.rank, ranks.world_size)
     try:
         model, info = describe_lazily(call, executor, report, make_target=_lazy_target, on_load=options.on_load)
     except Exception as error:  # noqa: BLE001  it is raised again unless the default loader may work

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowmem_load.distributed import environment
 from lowmem_load.distributed.side_group import SideGroup
 from lowmem_load.distributed.steps import Alone, RankGroup
 from lowmem_load.engines.mesh import local_shard, local_tensor, made_real, part_of
@@ -28,7 +27,7 @@ from lowmem_load.files.source import OpenSources
 from lowmem_load.load.checks import agree_on_bytes, identify_files
 from lowmem_load.load.describe import describe
 from lowmem_load.load.execute import execute, reading
-from lowmem_load.load.load import MAX_THREADS, REPORT_ATTRIBUTE, LoadedModel
+from lowmem_load.load.load import REPORT_ATTRIBUTE, LoadedModel, make_executor
 from lowmem_load.load.make_plan import make_plan
 from lowmem_load.load.report import LoadReport, OnLoad
 from lowmem_load.load.request import Request, agree_on_request, refuse_placing, stage_3
@@ -94,7 +93,8 @@ def lazy(
     them. Other arguments are those of `load_model`, without keywords of `from_pretrained` that place, shard or quantize
     (but in 4 bits). It needs no other ranks: call it in a plain process, or on any rank.
 
-    Memory: the modules and buffers; later the weights that were read, and 8 MiB for each of at most 4 threads.
+    Memory: the modules and buffers; later the weights that were read, and 8 MiB for each of at most
+    4 threads, or 16 where files are not cached or come from an object store.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -117,7 +117,7 @@ def lazy(
         checked = checked._replace(kwargs={**checked.kwargs, "dtype": dicts[0]})
 
     def load(call: Call) -> LoadedModel:
-        return describe_lazily(call, Executor(num_threads=min(MAX_THREADS, environment.cores(1))))
+        return describe_lazily(call, make_executor(call, 1))
 
     with load_lock():
         return checked.run(load)
@@ -204,6 +204,7 @@ class LazyReader:
             yield
             stats = self.executor.stats
             self.report.read_bytes, self.report.num_reads = stats.read_bytes, stats.num_reads
+            self.report.cold_files = stats.cold_files
 
 
 def reader_of(tensor: LazyTensor) -> LazyReader:

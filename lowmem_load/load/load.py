@@ -31,7 +31,7 @@ from lowmem_load.errors import (
 )
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.memory import naming_shortage
-from lowmem_load.files.mounts import is_cached, read_cost
+from lowmem_load.files.mounts import read_cost
 from lowmem_load.files.remote_file import requests_in_flight
 from lowmem_load.files.stand_ins import is_stand_in, is_url, origin
 from lowmem_load.load.checks import agree_on_bytes, check_room, disk_uses, identify_files, memory_uses
@@ -44,7 +44,6 @@ from lowmem_load.models.active import on_host, show_ds_config
 from lowmem_load.models.loader import Call, configuration_of, is_left_alone, is_local
 from lowmem_load.models.model_folder import commit_in, find_folder, rename_loaded
 from lowmem_load.phases import Progress, computing
-from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.text import MAX_VALUE, fingerprint
 
@@ -186,7 +185,8 @@ class Load:
                 device = target.device.type if settings.offload_device == "none" else settings.offload_device
                 refuse_other_zero_init(around, dtype=settings.dtype, device=device, world_size=settings.world_size)
             planned = make_plan(described, ranks.rank, read_cost([file.path for file in described.files]))
-            report.cold_files = have_enough_in_flight(executor, planned.plan.files, target.device, once.num_on_node)
+            on_host = target.device.type == "cpu"
+            executor.have_enough_in_flight((file.path for file in described.files), on_host=on_host)
             shared, message_bytes = once.plan(planned.plan, target.device)
             uses = memory_uses(ranks.rank, planned.plan, described, executor.num_threads, message_bytes)
             agreed.digest = {"plan": planned.plan.fingerprint, "as share_reads": self.options.share_reads}
@@ -245,21 +245,7 @@ def make_executor(call: Call, num_ranks: int) -> Executor:
     """Return what reads for a call on one of so many ranks of a node."""
     if is_stand_in(call.path):
         return Executor(num_threads=requests_in_flight(num_ranks))
-    return Executor(num_threads=min(MAX_THREADS, cores(num_ranks)))
-
-
-def have_enough_in_flight(
-    executor: Executor, files: Sequence[PlannedFile], device: torch.device, num_ranks: int
-) -> int:
-    """Return how many local files are not cached. If most are not, so many threads read that the storage is busy.
-
-    A read that waits for storage needs no core. Reads of cached files do, and take more of it with more threads. For a
-    device there are no more threads, because each has pinned slots, which stay.
-    """
-    num_cold = sum(not is_stand_in(file.path) and not is_cached(file.path) for file in files)
-    if device.type == "cpu" and 2 * num_cold > len(files):
-        executor.renew_tasks(max(executor.num_threads, requests_in_flight(num_ranks)))
-    return num_cold
+    return Executor(num_threads=min(MAX_THREADS, cores(num_ranks)), num_if_cold=requests_in_flight(num_ranks))
 
 
 def fallback_reason(error: Exception, call: Call, options: Options) -> str:

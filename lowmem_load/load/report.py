@@ -121,7 +121,7 @@ class LoadReport(Phases):
 
     def take_counts(self, stats: ReadStats, once: ReadOnce) -> None:
         """Note what was read, tried again after a fault of a file system, and received from other ranks. Internal."""
-        self.read_bytes, self.num_reads = stats.read_bytes, stats.num_reads
+        self.read_bytes, self.num_reads, self.cold_files = stats.read_bytes, stats.num_reads, stats.cold_files
         self.requests = request_counts().since(self._requests_before)
         if faults := [f"{fault} ({number}x)" for fault, number in (retries() - self._retries_before).items()]:
             self.notes.append(f"tried again after {listed(faults)}")

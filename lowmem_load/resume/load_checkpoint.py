@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowmem_load.distributed.environment import cores
+from lowmem_load.distributed.environment import cores, ranks_on_node
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
 from lowmem_load.files.executor import Executor, refuse_left
 from lowmem_load.files.fill import Part, fill, read_whole
 from lowmem_load.files.memory import naming_shortage
+from lowmem_load.files.remote_file import requests_in_flight
 from lowmem_load.load.checks import agree_on_bytes, identify_files
 from lowmem_load.load.execute import reading
 from lowmem_load.renamed import renamed_keywords
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from lowmem_load.engines.engine_states import HeldParameter, Zero3State
 
 NUM_THREADS = 4
-"""Reads in flight at most, on each rank."""
+"""Reads of cached files in flight at most, on each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ def _load_zero3(engine: Any, name: str, wanted: Wanted) -> tuple[str | None, dic
     from lowmem_load.engines.engine_states import Zero3State, unusable_until_filled
 
     ranks = ranks_of(engine)
-    with ranks.session("load_checkpoint"), Executor(num_threads=min(NUM_THREADS, cores(1))) as executor:
+    with ranks.session("load_checkpoint"), _make_executor(ranks) as executor:
         with ranks.step("opening the checkpoint", name=name) as step:
             refuse_left(name)  # a swapper uses its buffers for other parts of the engine
             state = Zero3State(engine)
@@ -157,6 +158,11 @@ def _load_zero3(engine: Any, name: str, wanted: Wanted) -> tuple[str | None, dic
                     state.set_counters(checkpoint.counters, len(checkpoint.states))
             state.finish()
     return folder, client_state
+
+
+def _make_executor(ranks: RankGroup) -> Executor:
+    in_flight = requests_in_flight(ranks_on_node(ranks.world_size))
+    return Executor(num_threads=min(NUM_THREADS, cores(1)), num_if_cold=in_flight)
 
 
 def _compared(checkpoint: ZeroCheckpoint, state: Zero3State, wanted: Wanted) -> dict[str, str]:

@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,29 @@ def test_parts_are_filled_cast_and_costed(leaf: ex.Source, dtype: torch.dtype) -
         costs = fill(parts, executor, lambda: begun.append(1))
     assert torch.equal(whole, torch.cat([VALUES[10:20], VALUES[10:20], torch.zeros(10)]).to(dtype))
     assert (costs.needed_bytes, len(begun)) == (80, 2)
+
+
+def test_more_threads_fill_if_most_files_are_cold(leaf: ex.Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into memory of the host. Each file is asked for once."""
+    asked, seen = list[str](), set[str]()
+    monkeypatch.setattr(executor_module, "is_cached", lambda path: asked.append(path) or bool(asked[1:]))
+    other = replace(leaf, path=shutil.copy(leaf.path, f"{leaf.path}2"))
+    ordinary = LocalFile.read_into
+    monkeypatch.setattr(
+        LocalFile, "read_into", lambda *args: (seen.add(threading.current_thread().name), ordinary(*args))
+    )
+    with Executor(num_if_cold=3) as executor:
+        executor.have_enough_in_flight([leaf.path], on_host=False)
+        assert (executor.num_threads, executor.stats.cold_files) == (1, 1)
+        for number, source in enumerate((leaf, other, leaf)):
+            fill([part(source, whole := torch.zeros(10))], executor)
+            assert torch.equal(whole, VALUES[10:20])
+            assert executor.num_threads == 3, number
+        assert asked == [leaf.path, other.path] and executor.stats.cold_files == 1
+    assert all(name.startswith("lowmem_load-read") for name in seen)
+    with Executor(num_if_cold=3) as executor:  # now all are cached
+        fill([part(leaf, torch.zeros(10))], executor)
+        assert (executor.num_threads, executor.stats.cold_files) == (1, 0)
 
 
 def test_memory_of_two_parts_is_refused_before_a_read(leaf: ex.Source) -> None:

@@ -28,10 +28,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lowmem_load import CheckpointError, ConfigError, get_load_report, lazy
-from lowmem_load.distributed import environment
+from lowmem_load.files import executor
 from lowmem_load.files.executor import Executor
+from lowmem_load.files.remote_file import MAX_IN_FLIGHT
 from lowmem_load.files.source import LocalFile
-from lowmem_load.load.lazy import describe_lazily
+from lowmem_load.load import load as stages
+from lowmem_load.load.lazy import describe_lazily, reader_of
 from lowmem_load.models import loader
 from lowmem_load.symbolic.lazy import is_unread
 from tests import builders, ranks
@@ -556,7 +558,7 @@ class Failing:
 def test_a_failed_read_is_over(
     path: str, monkeypatch: pytest.MonkeyPatch, num_threads: int, error: BaseException
 ) -> None:
-    monkeypatch.setattr(environment, "cores", lambda _: num_threads)
+    monkeypatch.setattr(stages, "cores", lambda _: num_threads)
     model, failing, expected = lazily(path), Failing(monkeypatch), ordinary(path)
     for _ in range(3):
         failing.error = error
@@ -571,7 +573,7 @@ def test_a_failed_read_is_over(
 
 def test_a_collection_in_a_reading_thread_waits_for_nobody(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python may collect garbage at any allocation, in any thread, and then a lazy model that was dropped ends."""
-    monkeypatch.setattr(environment, "cores", lambda _: 4)
+    monkeypatch.setattr(stages, "cores", lambda _: 4)
     failing, expected = Failing(monkeypatch), ordinary(path)
     failing.act = gc.collect
     gc.disable()
@@ -586,6 +588,16 @@ def test_a_collection_in_a_reading_thread_waits_for_nobody(path: str, monkeypatc
     finally:
         gc.unfreeze()
         gc.enable()
+
+
+def test_cold_files_are_read_by_more_threads(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "is_cached", lambda _: False)
+    model = lazily(path)
+    assert reader_of(model.lm_head.weight).executor.num_threads < MAX_IN_FLIGHT
+    assert torch.equal(model.lm_head.weight + 0, ordinary(path).lm_head.weight)
+    assert reader_of(model.model.norm.weight).executor.num_threads == MAX_IN_FLIGHT
+    assert get_load_report(model).cold_files == 1
+    assert_equal(model, ordinary(path))
 
 
 def test_on_load_is_called_once_the_weights_are_read(path: str) -> None:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetMode
 from lowmem_load import get_load_report, load_into, load_model, phases, plan
 from lowmem_load.distributed.nodes import Room
 from lowmem_load.errors import CheckpointError, MemoryShortageError
-from lowmem_load.files import source
+from lowmem_load.files import executor, source
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.remote_file import MAX_IN_FLIGHT
 from lowmem_load.files.source import LocalFile
@@ -187,7 +187,7 @@ def test_cold_files_are_read_by_more_threads_and_faults_are_met_as_before(
     monkeypatch.setattr(stages, "make_executor", made)
     monkeypatch.setattr(LocalFile, "read_into", read_into)
     for is_warm in (True, False):
-        monkeypatch.setattr(stages, "is_cached", lambda _, is_warm=is_warm: is_warm)
+        monkeypatch.setattr(executor, "is_cached", lambda _, is_warm=is_warm: is_warm)
         faults[:] = [] if is_warm else [".safetensors"]
         model = load_model(path, {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}})
         found[is_warm], report = model.state_dict(), get_load_report(model)
