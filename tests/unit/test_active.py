@@ -1,9 +1,11 @@
 """Which DeepSpeed configuration transformers sees, what it hears while a load is described, and models in a module."""
 
+import contextlib
 import copy
 import gc
 import importlib
 import inspect
+import threading
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -16,9 +18,13 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 from transformers.models.hubert import modeling_hubert
 
+from lowmem_load.errors import ConfigError
+from lowmem_load.models import active as lock
 from lowmem_load.models.active import (
     active_zero3_config,
     begins_after_drop,
+    constructors,
+    load_lock,
     ordinary_path,
     show_ds_config,
     transformers_models,
@@ -136,3 +142,55 @@ def test_a_method_that_sees_the_ds_config_is_one_to_its_callers() -> None:
     assert inspect.signature(model.generate) == signature
     copied = copy.deepcopy(model)
     assert copied.resize_token_embeddings.__self__ is copied
+
+
+# -- the lock for loads of one process: who waits for it, and who gives up ---------------------------------------------
+
+
+@contextlib.contextmanager
+def building() -> Iterator[None]:
+    constructors.append(object())
+    yield
+    constructors.pop()
+
+
+def begin(found: list[BaseException | None]) -> threading.Thread:
+    """Return a thread that takes the lock; what comes of that is put into the list."""
+
+    def take() -> None:
+        try:
+            with load_lock():
+                found.append(None)
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_thread_waits_until_the_other_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "PATIENCE_S", 0.3)
+    found: list[BaseException | None] = []
+    with load_lock():
+        with load_lock():
+            thread = begin(found)
+        for _ in range(40):  # constructors, none of which takes long
+            with building():
+                thread.join(0.02)
+        assert not found
+    thread.join(60)
+    assert found == [None]
+
+
+def test_a_thread_does_not_wait_for_a_constructor_that_may_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "PATIENCE_S", 0.05)
+    found: list[BaseException | None] = []
+    with load_lock(), building():
+        thread = begin(found)
+        thread.join(60)
+    [error] = found
+    assert isinstance(error, ConfigError)
+    assert "has been in the constructor of its model" in str(error)
+    with load_lock():
+        pass

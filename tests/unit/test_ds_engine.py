@@ -1,4 +1,4 @@
-"""What an engine is asked for: the optimizer and the scale of parameters outside of it."""
+"""What an engine is asked for, and its functions that are handled: optimizer, scale, arguments by name."""
 
 import inspect
 from collections import UserDict, namedtuple
@@ -12,6 +12,8 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from lowmem_load.engines.engine import PartitionedPart, Shell, arguments_with_gradient, with_gradient
+from lowmem_load.engines.hooks import asked_first
+from lowmem_load.foreign_names import INITIALIZE
 
 
 def part_of(params: dict[str, Any], **engine: Any) -> PartitionedPart:
@@ -133,3 +135,25 @@ def test_what_enters_needs_a_gradient_in_every_container() -> None:
     assert batch.embeds.requires_grad and not batch.position_ids.requires_grad
     assert with_gradient(anchor, pair(values, values)).embeds.requires_grad
     assert with_gradient(anchor, ids) is ids
+
+
+# -- handlers of functions of DeepSpeed --------------------------------------------------------------------------------
+
+
+def ordinary(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    return "ordinary", args, kwargs
+
+
+def test_a_handler_gets_the_arguments_by_name_and_may_answer() -> None:
+    """What cannot be bound is for DeepSpeed to refuse."""
+    seen: list[Any] = []
+
+    def answer(arguments: dict[str, Any]) -> str | None:
+        seen.append(arguments)
+        return "ours" if arguments["model"] == 1 else None
+
+    call = asked_first(INITIALIZE, answer)
+    assert call(ordinary, None, 1) == "ours"
+    assert call(ordinary, model=2) == ("ordinary", (), {"model": 2})
+    assert call(ordinary, modell=1) == ("ordinary", (), {"modell": 1})
+    assert seen == [{"args": None, "model": 1}, {"model": 2}]

@@ -17,7 +17,7 @@ from lowmem_load.load import report as report_module
 from lowmem_load.load.report import DeviceMemory, LoadReport, device_memory
 from lowmem_load.phases import Memory, host_memory, progress_bar
 from lowmem_load.planning.load_plan import SlowPath
-from tests.unit.test_load_plan import made_plan
+from tests.unit.test_planner import made_plan
 
 MIB = 1 << 20
 
