@@ -59,11 +59,7 @@ class Preset:
 
 PRESETS = {
     "demo": Preset(500_000_000, dict.fromkeys(METHODS, (2,)), train_steps=1),
-    "llama-1.5b": Preset(
-        1_500_000_000,
-        dict.fromkeys(METHODS, (1, 2, 4)),
-        train_steps=0,
-    ),
+    "llama-1.5b": Preset(1_500_000_000, dict.fromkeys(METHODS, (1, 2, 4)), train_steps=0),
 }
 
 

@@ -94,10 +94,7 @@ def measure(way: str, path: str) -> dict[str, Any]:
 def main() -> None:
     options = parser_of(__doc__, params=575_000_000).parse_args()
     rows: list[tuple[str, ...]] = [COLUMNS]
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        checkpoint_of(options.params) as path,
-    ):
+    with tempfile.TemporaryDirectory() as scratch, checkpoint_of(options.params) as path:
         for way in WAYS:
             warm_page_cache(path)
             out = Path(tempfile.mkdtemp(dir=scratch))

@@ -117,11 +117,7 @@ def load_floor(job: Job) -> Loaded:
     return Loaded(partitions=placed, needed_bytes=nbytes, read_bytes=nbytes, num_reads=num_reads)
 
 
-LOADERS: dict[str, Callable[[Job], Loaded]] = {
-    "default": load_default,
-    "lowmem": load_lowmem,
-    "floor": load_floor,
-}
+LOADERS: dict[str, Callable[[Job], Loaded]] = {"default": load_default, "lowmem": load_lowmem, "floor": load_floor}
 
 
 def unpadded_partitions(loaded: Loaded, rank: int, world_size: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -24,11 +24,7 @@ PAGE = Path(__file__).with_name("RESULTS.md")
 MODEL_METHODS = ("default", "lowmem")
 """These must end with bit-identical partitions. The floor joins them when it reads the dtype that is loaded."""
 
-SHOWN = {
-    "default": "default ZeRO-3",
-    "lowmem": "**lowmem_load**",
-    "floor": "plain read",
-}
+SHOWN = {"default": "default ZeRO-3", "lowmem": "**lowmem_load**", "floor": "plain read"}
 """Names of the methods in documents."""
 
 COLUMNS = (

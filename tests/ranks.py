@@ -84,11 +84,7 @@ def run_command(command: Sequence[str], *, timeout_s: float = 240, cwd: Path = R
 
 
 def run_ranks(
-    fn: Callable[..., Any],
-    *args: Any,
-    world_size: int = 2,
-    timeout_s: float = 60,
-    env: Mapping[str, str] | None = None,
+    fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout_s: float = 60, env: Mapping[str, str] | None = None
 ) -> list[Any]:
     """Returns [fn(*args) on rank 0, on rank 1, ...], each run in a fresh process.
 

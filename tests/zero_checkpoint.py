@@ -134,10 +134,7 @@ def save_zero3(
             "dynamic_loss_scale": False,
             "overflow": False,
             "partition_count": world_size,
-            "optimizer_state_dict": {
-                "state": state,
-                "param_groups": [{"lr": lr, "params": list(range(len(groups)))}],
-            },
+            "optimizer_state_dict": {"state": state, "param_groups": [{"lr": lr, "params": list(range(len(groups)))}]},
             "fp32_flat_groups": masters,
         }
         path = place / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"

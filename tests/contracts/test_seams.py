@@ -89,8 +89,7 @@ def test_a_check_survives_the_optimisation_of_bytecode(
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["dtype", "num_ranks_in_param_group", "param_swapper", "remote_device", "zero_param_process_group"],
+    "name", ["dtype", "num_ranks_in_param_group", "param_swapper", "remote_device", "zero_param_process_group"]
 )
 def test_a_zero_init_that_does_not_set_an_attribute_is_refused(
     name: str, lone_process: DistributedInterface, monkeypatch: pytest.MonkeyPatch

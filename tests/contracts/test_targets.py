@@ -59,10 +59,7 @@ KINDS = {
     ),
 }
 
-pytestmark = [
-    pytest.mark.usefixtures("lone_process"),
-    pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS),
-]
+pytestmark = [pytest.mark.usefixtures("lone_process"), pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)]
 
 
 def parameters(kind: Kind) -> Iterator[tuple[str, nn.Parameter]]:

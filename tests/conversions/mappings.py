@@ -18,12 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightTransform,
-    dot_natural_key,
-    spawn_materialize,
-)
+from transformers.core_model_loading import WeightConverter, WeightTransform, dot_natural_key, spawn_materialize
 
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.safetensors import Safetensors
@@ -431,12 +426,7 @@ def _difference(name: str, span: FlatRange, got: torch.Tensor, wanted: torch.Ten
     return f"{name} {span}: {len(wrong)} of {len(got)} bytes differ, the first is {int(wrong[0])}; {copies}"
 
 
-def check(
-    converter: WeightConverter,
-    case: Case,
-    dtypes: Dtypes,
-    path: Path,
-) -> list[Outcome]:
+def check(converter: WeightConverter, case: Case, dtypes: Dtypes, path: Path) -> list[Outcome]:
     """Convert `case` for real and symbolically; compare names, shapes, dtypes, strides and every partition's bytes."""
     write_sources(case, dtypes, path)
     with safe_open(path, framework="pt") as file:

@@ -33,8 +33,7 @@ def test_moments_are_marked_by_functions_that_there_are() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=case.name, marks=() if case in FEW else pytest.mark.release) for case in cases()],
+    "case", [pytest.param(case, id=case.name, marks=() if case in FEW else pytest.mark.release) for case in cases()]
 )
 def test_a_fault_has_one_clean_outcome(matrix: Matrix, case: Case) -> None:
     verdict = matrix.run(case)

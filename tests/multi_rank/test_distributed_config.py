@@ -16,15 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import lowmem_load
-from lowmem_load import (
-    ConfigError,
-    RankError,
-    UnsupportedError,
-    get_load_report,
-    install,
-    load_model,
-    plan,
-)
+from lowmem_load import ConfigError, RankError, UnsupportedError, get_load_report, install, load_model, plan
 from lowmem_load.integrations.install import uninstall
 from tests import builders
 from tests.model_digest import differing

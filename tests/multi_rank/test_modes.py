@@ -54,10 +54,7 @@ MODES: dict[str, Mode] = {
     "bf16": Mode(),
     "fp32": Mode(dtype="fp32"),
     "fp16": Mode(dtype="fp16", trains_on_cpu=False),
-    "torch_autocast": Mode(
-        config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-        dtype="fp32",
-    ),
+    "torch_autocast": Mode(config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, dtype="fp32"),
     "persistence thresholds": Mode(
         {"stage3_param_persistence_threshold": 2000, "stage3_model_persistence_threshold": 4000}
     ),
@@ -81,9 +78,7 @@ MODES: dict[str, Mode] = {
     "stage3_use_all_reduce_for_fetch_params": Mode({"stage3_use_all_reduce_for_fetch_params": True}),
     "memory_efficient_linear off": Mode({"memory_efficient_linear": False}),
     "override_module_apply off": Mode({"override_module_apply": False}),
-    "keep_in_fp32_modules": Mode(
-        config={"data_types": {"keep_in_fp32_modules": ["rotary_emb"]}},
-    ),
+    "keep_in_fp32_modules": Mode(config={"data_types": {"keep_in_fp32_modules": ["rotary_emb"]}}),
 }
 
 

@@ -111,11 +111,7 @@ def make_engine(
     optimizer = torch.optim.AdamW(groups(model), lr=LR) if groups else None
     scheduler = schedule(optimizer) if schedule and optimizer else schedule
     return initialize_partial(
-        model,
-        config,
-        partition=None if loaded else "llm",
-        optimizer=optimizer,
-        lr_scheduler=scheduler,
+        model, config, partition=None if loaded else "llm", optimizer=optimizer, lr_scheduler=scheduler
     )
 
 

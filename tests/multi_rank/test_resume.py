@@ -67,11 +67,7 @@ def config(case: Mapping[str, Any], **zero: Any) -> dict[str, Any]:
 def on_nvme(swap: str) -> dict[str, Any]:
     """Return settings of ZeRO that offload to a folder."""
     nvme = {"device": "nvme", "nvme_path": swap, "pin_memory": False, "buffer_count": 4}
-    return {
-        "offload_optimizer": nvme,
-        "offload_param": {**nvme, "buffer_size": 1_400_000},
-        "sub_group_size": 1_000_000,
-    }
+    return {"offload_optimizer": nvme, "offload_param": {**nvme, "buffer_size": 1_400_000}, "sub_group_size": 1_000_000}
 
 
 def offload_of(case: Mapping[str, Any], swap: str) -> dict[str, Any]:

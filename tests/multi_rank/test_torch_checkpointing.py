@@ -45,9 +45,7 @@ def save(folder: Path, state: Any, *, only_safetensors: bool = True) -> None:
     layout = LayoutInfo("model_{rank}.safetensors", SafetensorsSerialization()) if only_safetensors else None
     items = {"model": ItemSpec(layout=layout, resharder=DefaultResharder())}
     config = CheckpointManager.Config(
-        items=items,
-        save=SyncCheckpointSaverConfig(),
-        storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+        items=items, save=SyncCheckpointSaverConfig(), storage_config=LocalFileSystemStorageConfig(use_direct_io=False)
     )
     DefaultMetadataManager._all_gather_pickled_data = gathered  # type: ignore[method-assign]
     manager = CheckpointManager(config)

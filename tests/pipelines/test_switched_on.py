@@ -203,10 +203,7 @@ def on_one_rank(path: str) -> None:
     del alive
 
 
-CHECKS = (
-    *(patched_names, inside_zero_init, unresolved_precision, quantized, what_cannot_be_described),
-    on_one_rank,
-)
+CHECKS = (*(patched_names, inside_zero_init, unresolved_precision, quantized, what_cannot_be_described), on_one_rank)
 
 
 def run(checks: tuple[Callable[[str], None], ...], path: str) -> None:

@@ -32,12 +32,7 @@ class answering:  # noqa: N801  it is used as a function
     """A server that gives one answer to all requests; yields the URL of a file on it."""
 
     def __init__(
-        self,
-        headers: dict[str, str],
-        *,
-        status: int = 200,
-        content: bytes = b"",
-        tls: ssl.SSLContext | None = None,
+        self, headers: dict[str, str], *, status: int = 200, content: bytes = b"", tls: ssl.SSLContext | None = None
     ) -> None:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"

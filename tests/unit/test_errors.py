@@ -57,8 +57,7 @@ def test_what_failed_is_named(fail: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "error",
-    [RuntimeError("no kernel"), OSError(errno.EIO, "x"), RankError("reading", {1: "CUDA out of memory"})],
+    "error", [RuntimeError("no kernel"), OSError(errno.EIO, "x"), RankError("reading", {1: "CUDA out of memory"})]
 )
 def test_other_errors_stay_as_they_are(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, naming_shortage("parameter x", 1):
@@ -71,7 +70,7 @@ def test_other_errors_stay_as_they_are(error: Exception) -> None:
 
 def test_sizes_are_written() -> None:
     assert [size(nbytes) for nbytes in (0, 1023, 1024, 10 << 10, 3 << 29, 5 << 50)] == [
-        *("0 B", "1023 B", "1.00 KiB", "10.0 KiB", "1.50 GiB", "5120.0 TiB"),
+        *("0 B", "1023 B", "1.00 KiB", "10.0 KiB", "1.50 GiB", "5120.0 TiB")
     ]
     assert [count(number) for number in (0, 1234, 8.03e9, 1.5e6, 2e12)] == ["0", "1,234", "8.03 B", "1.50 M", "2.00 T"]
 

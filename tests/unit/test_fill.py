@@ -128,10 +128,7 @@ def fail() -> None:
 def leave_reading(leaf: ex.Source, memory: torch.Tensor) -> None:
     """Fail while a file is read that does not answer, as another rank that fails would have it."""
     began_s = time.monotonic()
-    with (
-        pytest.raises(RuntimeError, match="another rank"),
-        Executor(num_threads=2, open_source=Late) as executor,
-    ):
+    with pytest.raises(RuntimeError, match="another rank"), Executor(num_threads=2, open_source=Late) as executor:
         fill([part(leaf, memory)], executor, fail)
     assert time.monotonic() - began_s < 10
 

@@ -151,10 +151,7 @@ torch.distributed.destroy_process_group()
 # -- hooks on frameworks: a release that lacks a name costs one warning, which says what is lost -----------------------
 
 
-AT_IMPORT = (
-    (names.SYNC_WEIGHTS, names.ITER_NAMED_PARAMS),
-    *((names.LLAMAFACTORY_LOAD,), (names.AXOLOTL_FILL,)),
-)
+AT_IMPORT = ((names.SYNC_WEIGHTS, names.ITER_NAMED_PARAMS), *((names.LLAMAFACTORY_LOAD,), (names.AXOLOTL_FILL,)))
 """What `install` replaces once a program imports it."""
 
 Hook = tuple[ForeignName, ...]

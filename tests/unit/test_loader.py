@@ -311,10 +311,7 @@ def test_where_a_load_is_not_wanted_it_goes_as_if_the_block_were_not_there(llama
     calls: list[str] = []
     with loader.intercepted(handler("never", calls), lambda _: False):
         AutoModelForCausalLM.from_pretrained(llama)
-        with (
-            loader.intercepted(handler("always", calls)),
-            loader.intercepted(handler("", calls), lambda _: False),
-        ):
+        with loader.intercepted(handler("always", calls)), loader.intercepted(handler("", calls), lambda _: False):
             AutoModelForCausalLM.from_pretrained(llama)
     assert calls == ["always"]
 

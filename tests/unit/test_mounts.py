@@ -70,8 +70,7 @@ def test_without_proc_nothing_is_on_the_network(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["a space", "a\ttab", "a\nnewline", "a\\backslash", "a\rreturn", "a\\040b", os.fsdecode(b"latin-\xe9")],
+    "name", ["a space", "a\ttab", "a\nnewline", "a\\backslash", "a\rreturn", "a\\040b", os.fsdecode(b"latin-\xe9")]
 )
 def test_any_name_of_a_folder_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel escapes these four characters, each as a backslash and three octal digits."""

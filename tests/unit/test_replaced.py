@@ -235,8 +235,7 @@ SUPPORTED = Releases("torch", oldest="2.0.0", newest="1000.1")
 def test_all_that_is_missing_is_in_one_error() -> None:
     with pytest.raises(IncompatibleVersionError) as caught:
         require(
-            SUPPORTED,
-            {"torch": ("nothing", "nn.nothing", "nn"), "torch.nowhere": ("a", "b"), "torch:Nobody": ("c",)},
+            SUPPORTED, {"torch": ("nothing", "nn.nothing", "nn"), "torch.nowhere": ("a", "b"), "torch:Nobody": ("c",)}
         )
     assert str(caught.value) == (
         f"torch {torch.__version__} lacks torch.nothing, torch.nn.nothing, "

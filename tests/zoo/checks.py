@@ -109,10 +109,7 @@ def _build(model_type: str, path: Path) -> dict[str, Any]:
                 problems.append(f"{cls}, {profile}: {_where(error)}")
                 continue
             other = other_class(model_type, cls)
-            return {
-                "classes": [cls] if other is None else [cls, other],
-                "problems": problems,
-            }
+            return {"classes": [cls] if other is None else [cls, other], "problems": problems}
     return {"error": problems[0], "problems": problems}
 
 

@@ -244,11 +244,7 @@ def _shallow(name: str, value: int) -> int:
     return limit if re.search(r"layer|depth|block|vocab|codebook|expert|position|seq_len|n_ctx", name) else value
 
 
-PROFILES: dict[str, Callable[[str, int], int]] = {
-    "uniform": _uniform,
-    "scaled": _scaled,
-    "shallow": _shallow,
-}
+PROFILES: dict[str, Callable[[str, int], int]] = {"uniform": _uniform, "scaled": _scaled, "shallow": _shallow}
 """By name: (field name, value) -> smaller value."""
 
 

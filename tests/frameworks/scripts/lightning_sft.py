@@ -12,10 +12,7 @@ from pytorch_lightning.strategies import DeepSpeedStrategy
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
 from transformers.integrations import HfDeepSpeedConfig
 
-CONFIG = {
-    "zero_optimization": {"stage": 3, "reduce_bucket_size": 1_000_000},
-    "train_micro_batch_size_per_gpu": 2,
-}
+CONFIG = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1_000_000}, "train_micro_batch_size_per_gpu": 2}
 
 
 class OnCpu(CUDAAccelerator):
