@@ -26,11 +26,6 @@ class Finding:
     advice: str = ""
 
 
-def check_machine() -> list[Finding]:
-    """Return the findings of all checks."""
-    return [*check_versions(), *check_compiler(), *check_locks()]
-
-
 def check_versions() -> Iterator[Finding]:
     """Compare the installed releases with the supported ones, without importing them."""
     for package, oldest, newest in (TORCH, TRANSFORMERS, DEEPSPEED, ACCELERATE):

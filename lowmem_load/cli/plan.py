@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -25,7 +25,7 @@ from lowmem_load.load.request import class_and_config
 from lowmem_load.models.model_folder import find_checkpoint
 from lowmem_load.models.quantizers import dequantizing, four_bit_config, stays_packed
 from lowmem_load.models.skeleton import distributed_config
-from lowmem_load.planning.load_plan import Costs, LoadPlan
+from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.planning.reads import Apply, ReadLimits
 from lowmem_load.planning.replicas import once_bytes
 from lowmem_load.text import count, size
@@ -52,25 +52,14 @@ class Job:
         return f"{self.world_size} rank{'s' * (self.world_size > 1)} on {nodes}"
 
 
-@dataclass(slots=True)
-class Needs:
-    """What a load reads and needs on rank 0, which owns the most: in words by topic, and in figures.
+def needs_of(
+    name: str, job: Job, *, revision: str | None, four_bit: bool, dequantize: bool, **keywords: Any
+) -> dict[str, Any]:
+    """Return what a load reads and needs on rank 0, which owns the most: in words ("about") by topic, and in figures.
 
     `host_bytes` and `device_bytes` are the peaks of a rank while loading, partitions included, on top of the process.
+    `keywords` are those of `lowmem_load.plan`.
     """
-
-    name: str
-    about: dict[str, str]
-    costs: Costs
-    partition_bytes: int
-    host_bytes: int
-    device_bytes: int
-    missing_keys: tuple[str, ...]
-    unexpected_keys: tuple[str, ...]
-
-
-def needs_of(name: str, job: Job, *, revision: str | None, four_bit: bool, dequantize: bool, **keywords: Any) -> Needs:
-    """Return what a load by name will need. `keywords` are those of `lowmem_load.plan`."""
     os.environ["DS_ACCELERATOR"] = "cpu"  # of this process; the plan is for the job's
     folder = find_checkpoint(name, subfolder=keywords["subfolder"], revision=revision)
     _, config = class_and_config(folder, keywords["auto_class"], keywords)
@@ -86,8 +75,10 @@ def needs_of(name: str, job: Job, *, revision: str | None, four_bit: bool, dequa
         f"GPU {size(device_bytes)} and host {size(host_bytes)} for a rank, "
         f"host {size(job.node_size * host_bytes)} for a node, not counting the processes themselves"
     )
-    unplaced = plan.missing_keys, plan.unexpected_keys
-    return Needs(origin(name), about, plan.costs, plan.partition_bytes, host_bytes, device_bytes, *unplaced)
+    peaks = {"host_bytes": host_bytes, "device_bytes": device_bytes}
+    keys = {"missing_keys": plan.missing_keys, "unexpected_keys": plan.unexpected_keys}
+    needs = {"name": origin(name), "about": about, "costs": asdict(plan.costs), "partition_bytes": plan.partition_bytes}
+    return {**needs, **peaks, **keys}
 
 
 def _plan_zero(

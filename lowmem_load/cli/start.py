@@ -117,7 +117,7 @@ def plan(
         options = {"subfolder": subfolder, "auto_class": auto_class, "trust_remote_code": trust_remote_code}
         job = Job(num_ranks, min(gpus_per_node or 8, num_ranks), mesh, str(ds_config) if ds_config else None)
         found = needs_of(name, job, revision=revision, four_bit=four_bit, dequantize=dequantize, **options)
-    answer(as_json, asdict(found), lambda: f"{found.name}\n{table(found.about.items())}")
+    answer(as_json, found, lambda: f"{found['name']}\n{table(found['about'].items())}")
 
 
 @app.command()
@@ -141,9 +141,9 @@ def doctor(
         _show_steps(store, as_json)
         return
     with working():
-        from lowmem_load.cli.doctor import PROBLEM, check_machine
+        from lowmem_load.cli.doctor import PROBLEM, check_compiler, check_locks, check_versions
 
-        findings = check_machine()
+        findings = [*check_versions(), *check_compiler(), *check_locks()]
     num_problems = sum(finding.level == PROBLEM for finding in findings)
     summary = f"{num_problems} problem{'s' * (num_problems > 1)}" if num_problems else "No problem in what was checked."
     rows = [(finding.level, finding.area, f"{finding.text}  {finding.advice}") for finding in findings]

@@ -75,11 +75,6 @@ class Nest:
         return math.prod(axis.size for axis in self.axes)
 
     @property
-    def source_numel(self) -> int:
-        """Elements that are read. An element that goes to several places counts once."""
-        return math.prod(axis.size for axis in self.axes if axis.source)
-
-    @property
     def is_run(self) -> bool:
         """Whether the elements are contiguous and in the same order on both sides."""
         return self.merged().axes == (Axis(self.numel, 1, 1),)

@@ -88,7 +88,7 @@ class Read:
     @property
     def needed_bytes_each(self) -> int:
         """Bytes of one read that are needed. An element that goes to several places counts once."""
-        return self.nest.source_numel * self.tensor.dtype.itemsize
+        return math.prod(axis.size for axis in self.nest.axes if axis.source) * self.tensor.dtype.itemsize
 
     def iterations(self) -> Iterator[tuple[int, int]]:
         """Yield for each read its first element of the tensor, and how far its elements go further on."""

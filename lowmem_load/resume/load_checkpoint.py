@@ -198,8 +198,14 @@ def _match(checkpoint: ZeroCheckpoint, state: Zero3State, wanted: Wanted) -> dic
                 "so the optimizer's states do not match; pass load_optimizer_states=False"
             )
     for parameter in state.parameters:
-        if parameter.name in saved:
-            _check_dtype(parameter, saved[parameter.name].values.dtype)
+        if parameter.name not in saved:
+            continue
+        stored = saved[parameter.name].values.dtype
+        if len({dtype.is_floating_point for dtype in (stored, parameter.dtype, parameter.tensor.dtype)}) > 1:
+            raise UnsupportedError(
+                f"{parameter.name}: was saved as {stored}, and is {parameter.tensor.dtype} here, in partitions of "
+                f"{parameter.dtype}; quantized weights cannot be filled by others"
+            )
     expected |= state.buffers
     found = {**checkpoint.replicated, **{name: parameter.values for name, parameter in saved.items()}}
     found = {name: tensor for name, tensor in found.items() if name in expected}
@@ -209,14 +215,6 @@ def _match(checkpoint: ZeroCheckpoint, state: Zero3State, wanted: Wanted) -> dic
     if differences := differences_of(found, compared, unknown, "engine"):
         raise CheckpointError(f"{checkpoint.folder}: is a checkpoint of another model: {differences}")
     return saved
-
-
-def _check_dtype(parameter: HeldParameter, saved: torch.dtype) -> None:
-    if len({dtype.is_floating_point for dtype in (saved, parameter.dtype, parameter.tensor.dtype)}) > 1:
-        raise UnsupportedError(
-            f"{parameter.name}: was saved as {saved}, and is {parameter.tensor.dtype} here, in partitions of "
-            f"{parameter.dtype}; quantized weights cannot be filled by others"
-        )
 
 
 def _optimizer_states(

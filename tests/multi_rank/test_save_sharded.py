@@ -1,6 +1,5 @@
 """`save_model` of a model of DTensors: the bytes that `save_pretrained` of the whole model writes."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from lowmem_load import save_model
 from tests import builders
 from tests.model_digest import model_digest
 from tests.multi_rank.test_load_into import filled, meshes, shard_fully, start
+from tests.multi_rank.test_save import equal_folders
 from tests.ranks import run_ranks
 
 
@@ -46,14 +46,7 @@ def test_files_are_those_of_the_whole_model(checkpoints: Path, tmp_path: Path, w
         cls.from_pretrained(path, dtype=torch.float32).save_pretrained(tmp_path / name, max_shard_size=20_000)
     run_ranks(save_all, paths, str(tmp_path / "saved"), world_size=world_size, timeout_s=180)
     for folder in (tmp_path / "saved").iterdir():
-        expected = tmp_path / folder.name.split()[-1]
-        names = sorted(path.name for path in expected.iterdir())
-        assert sorted(path.name for path in folder.iterdir()) == names
-        for name in names:
-            if name == "config.json":
-                assert json.loads((folder / name).read_text()) == json.loads((expected / name).read_text())
-            else:
-                assert (folder / name).read_bytes() == (expected / name).read_bytes(), (folder, name)
+        equal_folders(folder, tmp_path / folder.name.split()[-1])
 
 
 def with_adapter(path: str) -> Any:
