@@ -28,7 +28,7 @@ CHAPTERS = {
     "Plan": ("plan", "planning.load_plan.LoadPlan"),
     "Existing scripts": ("install",),
     "Save": ("save_model", "weights_out.save.SaveReport"),
-    "Weights for an inference engine": ("iter_weights", "push_weights", "WeightSource"),
+    "Weights for an inference engine": ("iter_weights", "push_weights", "Change", "apply_changes", "WeightSource"),
     "Training checkpoints": ("load_checkpoint", "consolidate"),
     "ZeRO-3 on part of a model": ("initialize_partial", "partial_zero3", "partial.partial_engine.PartialEngine"),
     "Pipelines in LLaMA-Factory's style: `lowmem_load.llamafactory`": (

@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from lowmem_load.partial.partial_engine import partial_zero3 as partial_zero3
     from lowmem_load.resume.consolidate import consolidate as consolidate
     from lowmem_load.resume.load_checkpoint import load_checkpoint as load_checkpoint
+    from lowmem_load.weights_out.changes import Change as Change
+    from lowmem_load.weights_out.changes import apply_changes as apply_changes
     from lowmem_load.weights_out.iter_weights import WeightSource as WeightSource
     from lowmem_load.weights_out.iter_weights import iter_weights as iter_weights
     from lowmem_load.weights_out.iter_weights import push_weights as push_weights
@@ -48,6 +50,7 @@ _HOMES = {
     "load.report": ("LoadReport",),
     "resume.consolidate": ("consolidate",),
     "resume.load_checkpoint": ("load_checkpoint",),
+    "weights_out.changes": ("Change", "apply_changes"),
     "weights_out.iter_weights": ("WeightSource", "iter_weights", "push_weights"),
     "weights_out.save": ("save_model",),
 }

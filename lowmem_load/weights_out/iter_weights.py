@@ -40,6 +40,7 @@ def iter_weights(
     dtype: torch.dtype | None = None,
     names: Names | None = None,
     merge_adapters: bool = False,
+    changed_only: bool = False,
 ) -> Generator[Tensors, None, None]:
     """Yield all weights in buckets, `[(name, tensor), ...]`, put together from the parts of the ranks.
 
@@ -58,13 +59,17 @@ def iter_weights(
         names: names to yield, or a function that says for a name whether to yield it; equal on all ranks.
         merge_adapters: yield what `merge_and_unload` of a PEFT model would make, and not the adapters. The layers of a
             bucket are merged when they are put together; the engine does not change.
+        changed_only: yield only what differs, bit by bit, from the last time that all buckets were taken: a tensor in
+            full, or a `Change` of some elements, for `apply_changes`. All tensors are yielded the first time, and again
+            if a loop did not end, if the layout or the arguments changed, or if other weights were sent in between.
 
     Call on every rank that has the model. All ranks have to take all buckets, or stop after the same one. There are at
     most `2 * total bytes / bucket_bytes + 1`, each with one collective (on gloo, and for experts on hundreds of ranks,
     with one of each rank).
     Memory: on ranks that get tensors two times `bucket_bytes`, or two times the largest tensor if that is larger: the
     messages of a bucket, and its tensors. On accelerators messages that are padded may take as much again. A merge
-    takes a few times its layer.
+    takes a few times its layer. With `changed_only` each rank keeps what it sent last in host memory: its part of the
+    model, in the dtype that is sent (pinned for an accelerator).
 
     Raises:
         ConfigError: an argument cannot be used, an optimizer stepped or a weight changed between two buckets, or
@@ -77,11 +82,13 @@ def iter_weights(
             for name, tensor in bucket:  # on rank 0
                 send_to_inference(name, tensor)
     """
-    arguments = Arguments(bucket_bytes=bucket_bytes, dst=dst, dtype=dtype, names=names, merge_adapters=merge_adapters)
-    yield from plan_weights(model, arguments).buckets()
+    arguments = Arguments(bucket_bytes, dst, dtype, names, merge_adapters, changed_only)
+    sending = plan_weights(model, arguments)
+    yield from sending.buckets()
+    sending.keep_snapshot(None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Arguments:
     """Those of `iter_weights`."""
 
@@ -90,6 +97,7 @@ class Arguments:
     dtype: torch.dtype | None = None
     names: Names | None = None
     merge_adapters: bool = False
+    changed_only: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.names, Iterable) and not callable(self.names):  # the caller may change the given ones later
@@ -109,8 +117,11 @@ _KEPT: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], SendPlan]] = weakre
 """What decided the last plan of a model, and the plan: planning experts may take longer than sending them."""
 
 
-def plan_weights(engine: nn.Module, arguments: Arguments) -> Sending:
-    """Return the weights of a model, planned but not sent. Collective."""
+def plan_weights(engine: nn.Module, arguments: Arguments, taker: object = None) -> Sending:
+    """Return the weights of a model, planned but not sent. Collective.
+
+    A snapshot serves the `taker` that took it on this rank, and goes from the plan: it is whole again once all is sent.
+    """
     model = unwrapped(engine)
     with load_lock():
         ranks = ranks_of(model)
@@ -121,15 +132,27 @@ def plan_weights(engine: nn.Module, arguments: Arguments) -> Sending:
                 raise ConfigError(
                     f"iter_weights: dst: {arguments.dst!r} is neither 'all' nor a rank below {ranks.world_size}"
                 )
+            if arguments.changed_only and (arguments.merge_adapters or callable(arguments.names)):
+                raise ConfigError(
+                    "iter_weights: changed_only: what was sent last cannot be compared if adapters are merged, or if "
+                    "names is a function; send all, or the adapters alone, and pass the names"
+                )
             masters = arguments.dtype == torch.float32 and not arguments.merge_adapters
             shards = rank_shards(model, ranks.rank, masters=masters)
             plan = _plan(model, arguments, shards, ranks)
+            before, plan.snapshot = plan.snapshot, None
+            snapshot = before[1] if before is not None and before[0] is taker else []
+            step.payload = bool(snapshot)
             step.digest = {
+                "changed_only": str(arguments.changed_only),
                 "bucket_bytes, dst, dtype": f"{arguments.bucket_bytes}, {arguments.dst}, {arguments.dtype}",
                 "tensors": plan.tensors,
                 "the layout of the tensors": plan.rules,
             }
-        return Sending(engine, plan, shards, ranks, to=None if arguments.dst == "all" else arguments.dst)
+        to = None if arguments.dst == "all" else arguments.dst
+        if not all(step.payloads):  # a rank that has failed in between, or whose client is another one
+            snapshot = []
+        return Sending(engine, plan, shards, ranks, to=to, changed_only=arguments.changed_only, snapshot=snapshot)
 
 
 def _plan(model: nn.Module, arguments: Arguments, shards: Sequence[RankShard], ranks: RankGroup) -> SendPlan:

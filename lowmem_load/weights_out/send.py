@@ -23,8 +23,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import operator
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -51,10 +50,19 @@ from lowmem_load.weights_out.buckets import (
     plan_messages,
     sent_in,
 )
+from lowmem_load.weights_out.changes import (
+    Change,
+    change_of,
+    changed_elements,
+    pack,
+    packed_bytes,
+    read_message,
+    write_message,
+)
 from lowmem_load.weights_out.rank_shards import RankShard, is_dtensor, layouts_by_rule, rules_of, unwrapped, zero3
 
-Tensors: TypeAlias = "list[tuple[str, torch.Tensor]]"
-"""Names and values of a bucket's tensors."""
+Tensors: TypeAlias = "list[tuple[str, Any]]"
+"""Names and values of a bucket's tensors; with `changed_only` of those that differ, some as a `Change`."""
 
 
 class SendPlan:
@@ -68,6 +76,7 @@ class SendPlan:
         self.tensors = fingerprint(map(_unit_text, units))
         self.layouts, self.rules = layouts_by_rule(shards, rules_of(shards), ranks.rank, ranks.world_size)
         self.shares: dict[tuple[Distribution, Nest], Shares] = {}  # of copies; see `plan_messages`
+        self.snapshot: tuple[Any, list[torch.Tensor]] | None = None  # who took the messages of this rank, and these
 
 
 def _unit_text(unit: Unit) -> str:
@@ -83,18 +92,29 @@ class _Sent:
     bucket: Sequence[Unit]
     messages: Messages
     exchange: Exchange
+    has_changes: bool = False
 
 
 class Sending:
     """Weights of a model on their way to all ranks, or to the rank `to`. The optimizer of an engine is watched.
 
-    `latest` is what `buckets` has yielded last, and `failure` is what it has raised, on all ranks.
+    `latest` is what `buckets` has yielded last, and `failure` is what it has raised, on all ranks. With `changed_only`,
+    `snapshot` has what this rank sent last, or nothing if all ranks are to send all; see [Note: changes].
     """
 
     def __init__(
-        self, engine: nn.Module, plan: SendPlan, shards: Sequence[RankShard], ranks: RankGroup, *, to: int | None
+        self,
+        engine: nn.Module,
+        plan: SendPlan,
+        shards: Sequence[RankShard],
+        ranks: RankGroup,
+        *,
+        to: int | None,
+        changed_only: bool = False,
+        snapshot: Sequence[torch.Tensor] = (),
     ) -> None:
-        self.plan, self.ranks = plan, ranks
+        self.plan, self.ranks, self.changed_only = plan, ranks, changed_only
+        self._is_compared, self._snapshot = bool(snapshot), list(snapshot)
         self._engine, self._to, self._spare = engine, to, SpareMemory()
         self._shards = {shard.source.name: shard for shard in shards}
         self._names = {id(shard.tensor): name for name, shard in self._shards.items()}
@@ -111,19 +131,26 @@ class Sending:
         sent: _Sent | None = None
         loop = self.ranks.loop()
         side = SideGroup(loop, on_device=True)
-        is_on_host = side.device.type == "cpu"
+        on_stream = contextlib.nullcontext if side.device.type == "cpu" else lambda: _on(_stream_of(side.device))
         changes = _Changes(self._engine, list(self._shards.values()))
         try:
             for number in range(len(self.plan.buckets) + 1):
-                with self._step(number, loop):
+                with self._step(number, loop) as step:
                     changes.refuse()
                     if not number:
                         side.connect()
                     if sent:
                         side.finish(self.ranks.check)
-                    with contextlib.nullcontext() if is_on_host else _on(_stream_of(side.device)):
+                    with on_stream():
                         tensors = self._put_together(sent) if sent else []
-                        sent = self._fill(number, side, sent) if number < len(self.plan.buckets) else None
+                        if self._is_compared and number < len(self.plan.buckets):
+                            pieces = self._compare(number, side)
+                            step.payload = packed_bytes(pieces)
+                        else:
+                            sent = self._fill(number, side, sent) if number < len(self.plan.buckets) else None
+                if step.payload is not None:
+                    with loop.session("filling the message"), on_stream():
+                        sent = self._fill_changes(number, side, sent, pieces, step.payloads)
                 if sent:
                     with loop.session("sending the weights"):
                         sent.exchange.start()
@@ -158,24 +185,79 @@ class Sending:
 
     def _fill(self, number: int, side: SideGroup, before: _Sent | None) -> _Sent:
         """Return a bucket whose message from this rank is filled, in the memory of the one before if that is enough."""
-        bucket = self.plan.buckets[number]
-        messages = plan_messages(bucket, self.plan.layouts, self.ranks.world_size, self.plan.shares)
+        bucket, messages = self._messages(number)
         lengths = message_lengths(messages.nbytes, self.plan.bucket_bytes, are_equal=side.gathers)
         exchange = Exchange(side, lengths, to=self._to, before=before.exchange if before else None)
         if exchange.mine is not None:
-            planned, parts = sent_in(bucket), messages.parts(self.ranks.rank)
-            by_name = operator.attrgetter("parameter")
-            # Each parameter is read once from nvme for the bucket, whatever the order of the parts.
-            for name, group in itertools.groupby(sorted(parts, key=by_name), by_name):
-                with self._shards[name].flat() as memory:
-                    for part in group:
-                        gather_elements(part.nest, memory, _piece(exchange.mine, part, planned[part.number].dtype))
+            mine, planned = exchange.mine, sent_in(bucket)
+
+            def fill(_: int, part: MessagePart, memory: torch.Tensor) -> None:
+                gather_elements(part.nest, memory, _piece(mine, part, planned[part.number].dtype))
+
+            self._read_parts(messages, fill)
+        if self.changed_only:
+            size, is_device = messages.nbytes[self.ranks.rank], side.device.type != "cpu"
+            pinned = functools.partial(torch.empty, dtype=torch.uint8, device="cpu", pin_memory=True)
+            self._snapshot.append(pinned(size) if is_device else own_memory(size, side.device))
+            if exchange.mine is not None:
+                self._snapshot[-1].copy_(exchange.mine[:size])
         return _Sent(bucket, messages, exchange)
+
+    def _compare(self, number: int, side: SideGroup) -> list[torch.Tensor]:
+        """Return what the message of this rank has of a bucket's changes. The snapshot gets them."""
+        bucket, messages = self._messages(number)
+        planned, changed = sent_in(bucket), dict[int, list[torch.Tensor]]()
+
+        def compare(place: int, part: MessagePart, memory: torch.Tensor) -> None:
+            before = _piece(self._snapshot[number], part, planned[part.number].dtype)
+            changed[place] = changed_elements(part.nest, memory, before, side.device)
+
+        self._read_parts(messages, compare)
+        return pack(part for _, part in sorted(changed.items()))
+
+    def _fill_changes(
+        self,
+        number: int,
+        side: SideGroup,
+        before: _Sent | None,
+        pieces: Sequence[torch.Tensor],
+        nbytes: Sequence[int],
+    ) -> _Sent:
+        """Return a bucket of changes, as `_fill`, once the bytes of all ranks are known."""
+        lengths = message_lengths(nbytes, self.plan.bucket_bytes, are_equal=side.gathers)
+        exchange = Exchange(side, lengths, to=self._to, before=before.exchange if before else None)
+        if exchange.mine is not None:
+            write_message(pieces, exchange.mine)
+        return _Sent(*self._messages(number), exchange, has_changes=True)
+
+    def _messages(self, number: int) -> tuple[Sequence[Unit], Messages]:
+        bucket = self.plan.buckets[number]
+        return bucket, plan_messages(bucket, self.plan.layouts, self.ranks.world_size, self.plan.shares)
+
+    def _read_parts(self, messages: Messages, use: Callable[[int, MessagePart, torch.Tensor], None]) -> None:
+        """Call `use` with the place of each part in this rank's message, the part, and the memory of its parameter."""
+
+        def name_of(numbered: tuple[int, MessagePart]) -> str:
+            return numbered[1].parameter
+
+        # Each parameter is read once from nvme for the bucket, whatever the order of the parts.
+        parts = sorted(enumerate(messages.parts(self.ranks.rank)), key=name_of)
+        for name, group in itertools.groupby(parts, name_of):
+            with self._shards[name].flat() as memory:
+                for place, part in group:
+                    use(place, part, memory)
+
+    def keep_snapshot(self, taker: object) -> None:
+        """Note that all has been taken, so that what comes next may be compared with it. Call on every rank."""
+        if self.changed_only:
+            self.plan.snapshot = taker, self._snapshot
 
     def _put_together(self, sent: _Sent) -> Tensors:
         """Return the tensors of a bucket that has come."""
         if self._to not in (None, self.ranks.rank):
             return []
+        if sent.has_changes:
+            return self._put_together_changes(sent)
         planned = sent_in(sent.bucket)
         pieces = self._spare.take([tensor.nbytes for tensor in planned], device_of(self.ranks))
         values = [piece.view(tensor.dtype).view(tensor.shape) for tensor, piece in zip(planned, pieces, strict=True)]
@@ -189,6 +271,28 @@ class Sending:
             _place_constants(tensor, value)
             by_name[tensor.name] = value
         return [pair for unit in sent.bucket for pair in self._finish(unit, by_name)]
+
+    def _put_together_changes(self, sent: _Sent) -> Tensors:
+        """Return what has changed in a bucket that has come: tensors of which all parts came in full, and changes."""
+        planned = sent_in(sent.bucket)
+        parts: list[list[tuple[Nest, torch.Tensor | None, torch.Tensor]]] = [[] for _ in planned]
+        for rank, message in sent.exchange.received.items():
+            for part, positions, values in read_message(message, sent.messages.parts(rank), planned):
+                parts[part.number].append((part.nest, positions, values))
+        changed: dict[str, torch.Tensor | Change] = {}
+        for tensor, of_tensor in zip(planned, parts, strict=True):
+            if not sum(len(values) for _, _, values in of_tensor):
+                continue
+            if any(positions is not None for _, positions, _ in of_tensor):
+                changed[tensor.name] = change_of(tensor.shape, of_tensor)
+                continue
+            value = own_memory(tensor.nbytes, device_of(self.ranks)).view(tensor.dtype).view(tensor.shape)
+            for nest, _, values in of_tensor:
+                scatter_elements(Nest(0, nest.destination, nest.axes).gathered(), values, value.view(-1))
+            _place_constants(tensor, value)
+            changed[tensor.name] = value
+        names = (tensor.name for unit in sent.bucket for tensor in unit.sent)
+        return [(name, changed[name]) for name in names if name in changed]
 
     def _finish(self, unit: Unit, sent: dict[str, torch.Tensor]) -> Tensors:
         """Return the tensors of a unit, merged if it has adapters."""
