@@ -22,7 +22,7 @@ from lowmem_load.errors import CheckpointError
 from lowmem_load.files.memory import Temporaries, compute_into, make_pages, naming_shortage, scatter_elements
 from lowmem_load.files.mounts import is_cached
 from lowmem_load.files.remote_file import CHECK_S
-from lowmem_load.files.source import Opener, OpenSources
+from lowmem_load.files.source import LocalFile, Opener, OpenSources
 from lowmem_load.files.stand_ins import is_stand_in, open_file
 from lowmem_load.files.uploads import Put, Uploads, move_tasks
 from lowmem_load.locks import ForkedLock
@@ -214,12 +214,13 @@ class Tasks:
 class ReadStats:
     """What was read so far: bytes, gaps included, which grow while a read goes on; ended reads; the latest file.
 
-    `cold_files` were not cached when they were asked for; see `have_enough_in_flight`.
+    `cold_files` were not cached when they were asked for, of which `direct_files` are read past the page cache.
     """
 
     read_bytes: int = 0
     num_reads: int = 0
     cold_files: int = 0
+    direct_files: int = 0
     path: str = ""
 
 
@@ -246,7 +247,7 @@ class Executor:
         self.stats = ReadStats()
         self.on_bytes: Callable[[int], object] = no_callback  # called with needed bytes that arrived, from any thread
         self.num_threads, self._num_if_cold = num_threads, num_if_cold
-        self._asked: set[str] = set()  # files of which is known whether they are cached
+        self._is_cold: dict[str, bool] = {}  # of files that were asked for
         self.tasks = Tasks(num_threads)
         self._lock = ForkedLock()
         self._temporaries = Temporaries()
@@ -270,11 +271,21 @@ class Executor:
         """
         if not self._num_if_cold:
             return
-        unknown = set(paths) - self._asked
-        self._asked |= unknown
-        self.stats.cold_files += sum(not is_stand_in(path) and not is_cached(path) for path in unknown)
-        if on_host and 2 * self.stats.cold_files > len(self._asked) and self.num_threads < self._num_if_cold:
+        for path in set(paths) - self._is_cold.keys():
+            self._is_cold[path] = not is_stand_in(path) and not is_cached(path)
+        self.stats.cold_files = sum(self._is_cold.values())
+        if on_host and 2 * self.stats.cold_files > len(self._is_cold) and self.num_threads < self._num_if_cold:
             self.renew_tasks(self._num_if_cold)
+
+    def bypass_cache(self) -> None:
+        """Have large reads of files that are not cached go past the page cache, where their file systems allow it.
+
+        Without `have_enough_in_flight` this does nothing, because these reads are not read ahead.
+        """
+        if self.num_threads < self._num_if_cold:
+            return
+        sources = [self.sources.opened(path) for path, is_cold in self._is_cold.items() if is_cold]
+        self.stats.direct_files = sum(isinstance(source, LocalFile) and source.bypass_cache() for source in sources)
 
     def renew_tasks(self, num_threads: int) -> None:
         """Leave further reads to so many other threads, whatever those that there were are at."""

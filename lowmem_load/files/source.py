@@ -10,11 +10,14 @@ If it is written to in place, that is an error. The limit of open files of the p
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
+import mmap
 import os
 import resource
 import stat
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -44,6 +47,15 @@ OPENING_BYTES = 128 << 10
 Where a read does not continue the last one, Linux starts its readahead again: what the first call asks for is read in
 single pages, in small disk requests, and only then do pages and requests grow. So the first calls ask for little.
 Source: Linux 6.18 `mm/readahead.c`, `page_cache_sync_ra`, `page_cache_async_ra`."""
+
+DIRECT_BYTES = 1 << 20
+"""Bytes of a read past the page cache, of which each thread that makes them has a buffer."""
+
+MIN_DIRECT_BYTES = 256 << 10
+"""Fewest bytes that are read past the page cache. Smaller reads gain from what was read ahead."""
+
+ALIGNMENT = 4096
+"""What place in the file, size and memory of a read past the page cache are multiples of: disks ask for 512 or 4096."""
 
 SPARE_FILES = 256
 """Files that a process may open in addition to those of checkpoints."""
@@ -78,6 +90,21 @@ Opener = Callable[[str], ByteSource]
 """Opens the source at a path. Raises CheckpointError if it cannot."""
 
 
+class _DirectBuffer(threading.local):
+    """Memory of a thread for reads past the page cache, which begins at a page."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(mmap.mmap(-1, DIRECT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        self.address = _address(self.memory)
+
+
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+_buffer = _DirectBuffer()
+
+
 class LocalFile:
     """A regular file, read with `preadv`, opened again after a transient fault, and closed when nobody refers to it.
 
@@ -87,7 +114,7 @@ class LocalFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._descriptor = -1
+        self._descriptor = self._direct = -1  # without the page cache
         self._descriptor, status = self._call(_open_regular, path)
         _leave_room(self._descriptor)
         self.nbytes, self._opened_version = status.st_size, _version(status)
@@ -105,6 +132,9 @@ class LocalFile:
 
     def read_into(self, offset: int, memory: memoryview) -> None:
         """See `ByteSource`."""
+        if self._direct >= 0 and memory.nbytes >= MIN_DIRECT_BYTES:
+            done = self._read_past_cache(offset, memory)
+            offset, memory = offset + done, memory[done:]
         opens_until = offset + 2 * OPENING_BYTES * self._is_on_disk
         while memory:
             part = memory[:OPENING_BYTES] if offset < opens_until else memory
@@ -114,12 +144,43 @@ class LocalFile:
             offset += num_bytes
             memory = memory[num_bytes:]
 
+    def bypass_cache(self) -> bool:
+        """Have large reads leave the page cache as it is. Returns False, and does nothing, where that cannot be."""
+        descriptor = -1
+        try:
+            if self._is_on_disk:  # mounts of networks and memory were not measured
+                descriptor = os.open(self.path_of_open, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                os.preadv(descriptor, [_buffer.memory[:ALIGNMENT]], 0)
+        except OSError:  # file systems refuse the one or the other
+            if descriptor >= 0:
+                os.close(descriptor)
+            return False
+        self._direct = descriptor
+        _leave_room(descriptor)
+        return descriptor >= 0
+
+    def _read_past_cache(self, offset: int, memory: memoryview) -> int:
+        """Fill memory from its start on, and return how many bytes. What an error leaves is for an ordinary read."""
+        address, done = _address(memory), 0
+        with contextlib.suppress(OSError):
+            while done < memory.nbytes:
+                before = (offset + done) % ALIGNMENT
+                nbytes = min(DIRECT_BYTES, -(-(before + memory.nbytes - done) // ALIGNMENT) * ALIGNMENT)
+                found = os.preadv(self._direct, [_buffer.memory[:nbytes]], offset + done - before) - before
+                if found <= 0:
+                    break
+                found = min(found, memory.nbytes - done)
+                ctypes.memmove(address + done, _buffer.address + before, found)  # other threads run meanwhile
+                done += found
+        return done
+
     def close(self) -> None:
         """See `ByteSource`."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            with contextlib.suppress(OSError):  # it is closed anyway, and nothing was written to it
-                os.close(descriptor)
+        for descriptor in (self._descriptor, self._direct):
+            if descriptor >= 0:
+                with contextlib.suppress(OSError):  # it is closed anyway, and nothing was written to it
+                    os.close(descriptor)
+        self._descriptor = self._direct = -1
 
     __del__ = close
 

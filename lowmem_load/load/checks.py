@@ -13,7 +13,7 @@ import math
 import os
 import random
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -98,19 +98,29 @@ def check_room(name: str, uses: Sequence[Sequence[Sequence[Any]]], error: type[L
 
     `uses` has those of each rank. The error is a ConfigError for disks, and a MemoryShortageError for memory.
     """
-    pools: dict[str, list[tuple[int, Use]]] = {}
-    for rank, of_rank in enumerate(uses):
-        for use in (Use(*values) for values in of_rank):  # one that came from another rank is a list
-            pools.setdefault(use.pool, []).append((rank, use))
     problems = []
-    for shared in pools.values():
-        needed, free = sum(use.needed_bytes for _, use in shared), min(use.free_bytes for _, use in shared)
+    for needed, free, shared in _pools(uses):
         if needed > free:
             ranks = spell_ranks(sorted({rank for rank, _ in shared}))
             problems.append(f"rank(s) {ranks} need {size(needed)}, and {size(free)} are free ({shared[0][1].place})")
     if problems:
         what, advice = _TEXTS[error]
         raise error(f"{name}: {what}: {'; '.join(problems)}. {advice}")
+
+
+def has_room_for_cache(uses: Sequence[Sequence[Sequence[Any]]], read_bytes: int, file_bytes: int) -> bool:
+    """Return whether there is room for the page cache, too, if each rank reads so many bytes of files of this size."""
+    return all(needed + min(file_bytes, len(shared) * read_bytes) <= free for needed, free, shared in _pools(uses))
+
+
+def _pools(uses: Sequence[Sequence[Sequence[Any]]]) -> Iterator[tuple[int, int, list[tuple[int, Use]]]]:
+    """Yield for each pool what is needed and what is free, bytes, and its uses with their ranks."""
+    pools: dict[str, list[tuple[int, Use]]] = {}
+    for rank, of_rank in enumerate(uses):
+        for use in (Use(*values) for values in of_rank):  # one that came from another rank is a list
+            pools.setdefault(use.pool, []).append((rank, use))
+    for shared in pools.values():
+        yield sum(use.needed_bytes for _, use in shared), min(use.free_bytes for _, use in shared), shared
 
 
 # -- the same files: see [Note: the sample] ----------------------------------------------------------------------------

@@ -34,7 +34,14 @@ from lowmem_load.files.memory import naming_shortage
 from lowmem_load.files.mounts import read_cost
 from lowmem_load.files.remote_file import requests_in_flight
 from lowmem_load.files.stand_ins import is_stand_in, is_url, origin
-from lowmem_load.load.checks import agree_on_bytes, check_room, disk_uses, identify_files, memory_uses
+from lowmem_load.load.checks import (
+    agree_on_bytes,
+    check_room,
+    disk_uses,
+    has_room_for_cache,
+    identify_files,
+    memory_uses,
+)
 from lowmem_load.load.describe import Described, describe, random_state_of, random_state_text
 from lowmem_load.load.execute import execute, reading
 from lowmem_load.load.make_plan import PlannedModel, make_plan
@@ -192,13 +199,17 @@ class Load:
             agreed.digest = {"plan": planned.plan.fingerprint, "as share_reads": self.options.share_reads}
             agreed.payload = identify_files(described.files), uses, shared
         file_ids, uses_of_ranks, shared_of_ranks = zip(*agreed.payloads, strict=True)
-        check_room(name, [uses] if ranks.is_fake else uses_of_ranks, MemoryShortageError)
+        uses_of_ranks = (uses,) if ranks.is_fake else uses_of_ranks
+        check_room(name, uses_of_ranks, MemoryShortageError)
         once.agree(shared_of_ranks)
         # A step of its own, too: DeepSpeed may make groups here, which all ranks must do or none.
         with ranks.step("preparing", name=name) as agreed, report.phase("plan"):
             with naming_shortage("preparing (swap buffers of offload_param)", settings.swap_bytes):
                 target.prepare(described.model)
             agreed.payload = disk_uses(target.files(planned.plan.targets))
+            file_bytes = sum(file.nbytes for file in described.files)
+            if on_host and not has_room_for_cache(uses_of_ranks, planned.plan.costs.read_bytes, file_bytes):
+                executor.bypass_cache()
         check_room(name, agreed.payloads, ConfigError)
         with report.phase("compare"):
             agree_on_bytes(ranks, name, described.files, executor.sources, file_ids)

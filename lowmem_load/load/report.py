@@ -56,6 +56,7 @@ class LoadReport(Phases):
         num_reads: reads that were made; small adjacent ones share a system call.
         cold_files: local files that were not in the page cache when the load began. If most are not, more threads read
             into host memory.
+        direct_files: those of them whose large reads go past the page cache, because host memory has no room for it.
         received_bytes: bytes that another rank has read for this one.
         requests: what was read from a remote store: requests and bytes. Zeros where all files are on this machine.
         seconds: seconds by phase: describe the model, plan the reads, compare files and plans with other ranks, read.
@@ -88,6 +89,7 @@ class LoadReport(Phases):
     read_bytes: int = 0
     num_reads: int = 0
     cold_files: int = 0
+    direct_files: int = 0
     received_bytes: int = 0
     requests: Counts = field(default_factory=Counts)
     peak_device_bytes: int = 0
@@ -121,7 +123,8 @@ class LoadReport(Phases):
 
     def take_counts(self, stats: ReadStats, once: ReadOnce) -> None:
         """Note what was read, tried again after a fault of a file system, and received from other ranks. Internal."""
-        self.read_bytes, self.num_reads, self.cold_files = stats.read_bytes, stats.num_reads, stats.cold_files
+        self.read_bytes, self.num_reads = stats.read_bytes, stats.num_reads
+        self.cold_files, self.direct_files = stats.cold_files, stats.direct_files
         self.requests = request_counts().since(self._requests_before)
         if faults := [f"{fault} ({number}x)" for fault, number in (retries() - self._retries_before).items()]:
             self.notes.append(f"tried again after {listed(faults)}")
@@ -149,6 +152,7 @@ class LoadReport(Phases):
         needed = f", {size(self.needed_bytes)} needed" if self.needed_bytes else ""  # not counted: read one by one
         read = f"{size(self.read_bytes)} of {size(self.file_bytes)} in the files{needed}"
         cold = f", {self.cold_files} files not cached" if self.cold_files else ""
+        cold += f", {self.direct_files} read past the cache" if self.direct_files else ""
         speed = f", {self.read_bytes / 1e9 / self.seconds['read']:.2f} GB/s" if self.seconds.get("read") else ""
         from_files = (
             f"{read}, {self.num_reads:,} reads{cold}{speed}"

@@ -1,5 +1,7 @@
 """A load that does not fit into host memory is one error on all ranks, with sizes, before anything is allocated."""
 
+import contextlib
+import gc
 import json
 import os
 import re
@@ -9,8 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from lowmem_load import LowMemLoadError, RankError, load_model
+from benchmarks.memory import in_cgroup
+from lowmem_load import LowMemLoadError, RankError, get_load_report, load_model
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.files.source import LocalFile
 from lowmem_load.load import checks
 from tests import builders
 from tests.parity import BF16
@@ -86,3 +94,41 @@ def load_with_a_limit(small: str, large: str) -> None:
 def test_one_rank_with_a_limit_is_an_error_on_all(checkpoints: Path, tmp_path: Path) -> None:
     small = builders.tiny_llama(checkpoints)
     run_ranks(load_with_a_limit, str(small), str(large_llama(tmp_path / "large", small)), timeout_s=180)
+
+
+def load_in_a_cgroup(path: str, name: str) -> str:
+    """Rank function: the ranks together may take 1.2 times the partitions. Returns why no cgroup can be made."""
+    ranks, file = DistributedInterface(), os.path.join(path, "model.safetensors")
+    load_model(path, BF16)  # imports the rest
+    gc.collect()
+    with contextlib.ExitStack() as stack:
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        ranks.barrier()
+        try:
+            cached_bytes = stack.enter_context(in_cgroup(name, int(1.2 * os.path.getsize(file))))
+        except (OSError, StopIteration) as error:
+            return f"no cgroup of memory can be made: {error!r}"
+        ranks.barrier()
+        model = load_model(path, BF16)
+        assert cached_bytes() < 16 << 20
+        ranks.barrier()
+    assert get_load_report(model).direct_files == 1
+    for key, parameter in model.named_parameters():
+        partition: torch.Tensor = parameter.ds_tensor
+        start = ranks.rank * partition.numel()
+        assert torch.equal(partition, load_file(file)[key].flatten()[start : start + partition.numel()]), key
+    return ""
+
+
+def test_a_cgroup_with_room_for_partitions_alone_is_enough(tmp_path: Path) -> None:
+    """What is read goes past the page cache there."""
+    config = LlamaConfig(vocab_size=96 << 10, hidden_size=1 << 10, num_hidden_layers=0, tie_word_embeddings=False)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    with contextlib.closing(LocalFile(str(tmp_path / "model.safetensors"))) as file:
+        if not file.bypass_cache():
+            pytest.skip(f"{tmp_path} cannot be read past the page cache")
+    reasons = run_ranks(load_in_a_cgroup, str(tmp_path), f"lowmem_load_test_{os.getpid()}", timeout_s=120)
+    if any(reasons):
+        pytest.skip(reasons[0])

@@ -22,6 +22,7 @@ from lowmem_load.load.checks import (
     check_room,
     check_same,
     disk_uses,
+    has_room_for_cache,
     identify_files,
     sample_digests,
     sample_offsets,
@@ -123,6 +124,15 @@ def test_ranks_that_share_a_file_system_add_up() -> None:
         "(/nvme); rank(s) 4 need 4 B, and 3 B are free (/other). Free space, or name another folder; nothing has been "
         "read yet"
     )
+
+
+def test_what_is_read_has_to_fit_as_well_to_be_cached() -> None:
+    """A node caches what its ranks read, of each file at most all of it."""
+    uses = [use(10, 100), use(20, 90), use(30, 1000, "node1")]
+    assert has_room_for_cache(uses, read_bytes=30, file_bytes=1000)
+    assert not has_room_for_cache(uses, read_bytes=31, file_bytes=1000)
+    assert has_room_for_cache(uses, read_bytes=31, file_bytes=60)
+    assert not has_room_for_cache([*uses, use(30, 60, "node2")], read_bytes=31, file_bytes=60)
 
 
 def test_host_memory_is_added_up_by_what_bounds_it() -> None:

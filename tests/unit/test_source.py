@@ -18,7 +18,15 @@ import torch
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.files import source as source_module
 from lowmem_load.files.executor import Executor
-from lowmem_load.files.source import OPENING_BYTES, LocalFile, OpenSources, read_bytes
+from lowmem_load.files.mounts import is_cached
+from lowmem_load.files.source import (
+    DIRECT_BYTES,
+    MIN_DIRECT_BYTES,
+    OPENING_BYTES,
+    LocalFile,
+    OpenSources,
+    read_bytes,
+)
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.regions import FlatRange
@@ -106,6 +114,86 @@ def test_a_large_read_from_a_disk_begins_with_two_small_calls(tmp_path: Path, mo
         monkeypatch.setattr(os, "major", lambda _, device=device: device)
         assert read(LocalFile(str(tmp_path / "large")), 5, size) == data[5 : 5 + size]
         assert calls == expected
+
+
+LARGE = DATA * (5 << 12) + b"end"  # of several direct reads, and not of full blocks
+
+
+@pytest.fixture
+def past_cache(tmp_path: Path) -> Iterator[LocalFile]:
+    """A file that is not cached, read past the page cache."""
+    (tmp_path / "large").write_bytes(LARGE)
+    with contextlib.closing(LocalFile(str(tmp_path / "large"))) as source:
+        os.fsync(source._descriptor)
+        os.posix_fadvise(source._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        if not source.bypass_cache():
+            pytest.skip(f"{tmp_path} cannot be read past the page cache")
+        yield source
+
+
+def test_large_reads_go_past_the_cache(past_cache: LocalFile) -> None:
+    for offset, nbytes in (
+        (0, len(LARGE)),
+        (4095, 3 << 20),
+        (1, MIN_DIRECT_BYTES),
+        (4096, DIRECT_BYTES),
+        (513, 2 << 20),
+    ):
+        memory = bytearray(b"\xaa" * (nbytes + 20))
+        past_cache.read_into(offset, memoryview(memory)[10 : 10 + nbytes])
+        assert memory == b"\xaa" * 10 + LARGE[offset : offset + nbytes] + b"\xaa" * 10, (offset, nbytes)
+    assert not is_cached(past_cache.path)
+    assert read(past_cache, 7, 100) == LARGE[7:107], "a small read"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL, errno.ESTALE])
+@pytest.mark.parametrize("at_call", [0, 1])
+def test_an_error_past_the_cache_leaves_the_rest_to_an_ordinary_read(
+    past_cache: LocalFile, number: int, at_call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ordinary, calls = os.preadv, list[int]()
+
+    def preadv(descriptor: int, *args: Any) -> int:
+        calls.append(descriptor)
+        if descriptor == past_cache._direct and calls.count(descriptor) > at_call:
+            raise OSError(number, os.strerror(number))
+        return ordinary(descriptor, *args)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert read(past_cache, 5, len(LARGE) - 5) == LARGE[5:]
+    assert calls.count(past_cache._direct) == at_call + 1 and calls[-1] == past_cache._descriptor
+
+
+@pytest.mark.parametrize("most", [100, 512, 4097, 1 << 20])
+def test_reads_past_the_cache_may_be_short(past_cache: LocalFile, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ordinary = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: min(most, ordinary(*args)))
+    assert read(past_cache, 4095, 1 << 20) == LARGE[4095 : 4095 + (1 << 20)]
+
+
+def test_a_file_that_shrinks_is_an_error_past_the_cache_too(past_cache: LocalFile) -> None:
+    os.truncate(past_cache.path, (3 << 20) + 7)
+    with pytest.raises(TruncatedFileError, match=rf"ended at byte {(3 << 20) + 7} "):
+        read(past_cache, 5, 4 << 20)
+    assert read(past_cache, 5, 2 << 20) == LARGE[5 : 5 + (2 << 20)]
+
+
+@pytest.mark.parametrize("name", ["open", "preadv", "major"])
+def test_what_cannot_be_read_past_the_cache_is_read_through_it(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file system refuses it, or is not on a disk."""
+    (tmp_path / "large").write_bytes(LARGE)
+    with contextlib.closing(LocalFile(str(tmp_path / "large"))) as source:
+        before = os.listdir("/proc/self/fd")
+        with monkeypatch.context() as patch:
+            if name == "major":
+                source._is_on_disk = False
+            else:
+                patch.setattr(os, name, Faults(name, errno.EINVAL, 1))
+            assert not source.bypass_cache()
+        assert os.listdir("/proc/self/fd") == before
+        assert read(source, 5, len(LARGE) - 5) == LARGE[5:]
 
 
 class Faults:

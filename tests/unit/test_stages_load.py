@@ -1,5 +1,6 @@
 """The stages in order, as far as one process can show it: progress, changing files, and what is warned of."""
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Callable
@@ -206,6 +207,32 @@ def test_cold_files_are_read_by_more_threads_and_faults_are_met_as_before(
     monkeypatch.setattr(os, "preadv", ended)  # the file has shrunk
     with pytest.raises(CheckpointError, match="ended at byte"):
         load_model(path, BF16)
+
+
+@pytest.mark.parametrize(("spare_bytes", "goes_past"), [(1 << 30, False), (100, True)])
+def test_what_the_host_has_no_room_to_cache_is_read_past_the_cache(
+    spare_bytes: int, goes_past: bool, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def room(rank: int, plan: Any, *_: Any) -> list[checks.Use]:
+        return [checks.Use("host", "host", plan.costs.needed_bytes, plan.costs.needed_bytes + spare_bytes)]
+
+    files, done = sorted(path.glob("*.safetensors")), list[str]()
+    with contextlib.closing(LocalFile(str(files[0]))) as file:
+        if not file.bypass_cache():
+            pytest.skip(f"{path} cannot be read past the page cache")
+    ordinary = LocalFile._read_past_cache
+    monkeypatch.setattr(
+        LocalFile, "_read_past_cache", lambda file, *args: done.append(file.path) or ordinary(file, *args)
+    )
+    monkeypatch.setattr(source, "MIN_DIRECT_BYTES", 512)
+    monkeypatch.setattr(executor, "is_cached", lambda path: path == str(files[0]))
+    monkeypatch.setattr(stages, "memory_uses", room)
+    model = load_model(path, {"zero_optimization": {"stage": 0}})
+    report, plain = get_load_report(model), LlamaForCausalLM.from_pretrained(path)
+    assert all(torch.equal(tensor, plain.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert report.direct_files == (len(files) - 1 if goes_past else 0)
+    assert (f"{len(files) - 1} read past the cache" in str(report)) is goes_past is bool(done)
+    assert str(files[0]) not in done
 
 
 def test_shards_need_host_memory_until_they_have_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
