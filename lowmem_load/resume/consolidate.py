@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -19,12 +20,15 @@ from lowmem_load.distributed.steps import Alone, RankGroup
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.index import read_json
+from lowmem_load.files.memory import scatter_elements
 from lowmem_load.load.checks import agree_on_bytes, identify_files
 from lowmem_load.models import peft, saver
 from lowmem_load.models.active import load_lock
 from lowmem_load.models.model_class import PROCESSOR_FILES, TOKENIZER_FILES
 from lowmem_load.models.model_folder import find_file
+from lowmem_load.phases import Progress
 from lowmem_load.planning.expression import Source
+from lowmem_load.planning.nest import extent, nests_within
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.renamed import renamed_keywords
@@ -32,8 +36,10 @@ from lowmem_load.text import fingerprint
 from lowmem_load.training_checkpoints.open_model import ADAPTER_CONFIG, SHARDS, SavedModel, open_model
 from lowmem_load.training_checkpoints.saved_state import BandedTensor, are_equal, own_files, read_chunks
 from lowmem_load.training_checkpoints.zero_checkpoint import differences_of
+from lowmem_load.weights_out.buckets import PlannedTensor, Unit
 from lowmem_load.weights_out.rank_shards import MemoryPiece
 from lowmem_load.weights_out.save import SaveReport, write
+from lowmem_load.weights_out.send import Tensors, place_constants
 from lowmem_load.weights_out.weights import Weights, used_sources
 
 Name: TypeAlias = "str | os.PathLike[str]"
@@ -73,12 +79,12 @@ def consolidate(
     safetensors files), and the files of ranks of verl (`model_world_size_8_rank_3.pt`) and accelerate
     (`use_dcp=False`). The files say which it is. It does not run a pickle, and does not need a GPU or a process group.
     A new folder appears all at once. Adapters go into it if the checkpoint has nothing else, otherwise into its folder
-    `adapter`. Returns what this process has written. Memory: buffers of 40 MiB, and the description of the checkpoint:
-    some MiB, or 1.5 GiB for 512,000 chunks.
+    `adapter`. Returns what this process has written. Memory: buffers of 40 MiB (240 MiB to a
+    store), and the description of the checkpoint: some MiB, or 1.5 GiB for 512,000 chunks.
 
     Args:
         checkpoint: folder that the trainer saved to, e.g. `checkpoint-500` of Trainer and accelerate.
-        folder: folder to write, which is made if it is not there.
+        folder: folder to write, which is made if it is not there. It may be in a store, as for `save_model`.
         tag: tag of a DeepSpeed checkpoint. Default: the one that the file `latest` names.
         part: part of the state dict that is the model, e.g. "model" or "ema". Default: found by its name.
         dtype: dtype of floating-point tensors: fp64, fp32, fp16 or bf16. Default: as saved; for ZeRO, the optimizer's
@@ -123,7 +129,14 @@ def consolidate(
             for name, tensor in tensors.items():
                 region = partition_range(tensor.numel, ranks.rank, ranks.world_size)
                 shares[name] = ShareOfTensor(name, tensor, region, executor, buffer)
-            return Weights(files, shares, left_out=left_out, num_masters=saved.num_masters, source=source)
+            return Weights(
+                files,
+                shares,
+                deliver=functools.partial(_read_pieces, ranks, shares),
+                left_out=left_out,
+                num_masters=saved.num_masters,
+                source=source,
+            )
 
         return write(ranks, folder, weights, {"dtype": dtype}, title="consolidate")
 
@@ -141,6 +154,40 @@ class ShareOfTensor:
     def memory(self) -> contextlib.AbstractContextManager[Iterator[MemoryPiece]]:
         """Yield the elements chunk by chunk. Each is overwritten by the next one."""
         return contextlib.closing(read_chunks(self.name, self.tensor, self.region, self.executor, self.buffer))
+
+
+@contextlib.contextmanager
+def _read_pieces(
+    ranks: RankGroup, shares: Mapping[str, ShareOfTensor], units: Sequence[Unit], to: Sequence[int]
+) -> Iterator[Iterator[Tensors]]:
+    """See `Deliver`. Each rank reads the pieces of its own files."""
+    num_read = 0
+
+    def pieces() -> Iterator[Tensors]:
+        nonlocal num_read
+        for unit, rank in zip(units, to, strict=True):
+            yield [(piece.name, _read_piece(piece, shares)) for piece in unit.sent] if rank == ranks.rank else []
+            num_read += 1
+
+    def progress() -> Progress:
+        return Progress(num_read, f"{num_read} of {len(units)} pieces uploaded")
+
+    with ranks.step("writing", progress=progress):
+        yield pieces()
+
+
+def _read_piece(piece: PlannedTensor, shares: Mapping[str, ShareOfTensor]) -> torch.Tensor:
+    """Return a piece of a file, read by spans of the tensors of the checkpoint."""
+    value = torch.empty(piece.shape, dtype=piece.dtype, device="cpu")
+    place_constants(piece, value)
+    for copy in piece.copies:
+        if isinstance(copy.leaf, Source):
+            span = FlatRange(copy.nest.source, copy.nest.source + extent(copy.nest.axes, "source"))
+            with replace(shares[copy.leaf.name], region=span).memory() as chunks:
+                for memory, region in chunks:
+                    for part in nests_within(copy.nest, region, copy.leaf.shape):
+                        scatter_elements(part, memory, value)
+    return value
 
 
 # -- what the files of the new folder are ------------------------------------------------------------------------------

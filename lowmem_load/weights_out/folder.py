@@ -19,12 +19,13 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lowmem_load.errors import CheckpointError, ConfigError
-from lowmem_load.text import size
+from lowmem_load.files.stand_ins import is_url
+from lowmem_load.text import is_http, plain_url, size
 from lowmem_load.weights_out.weight_files import FileLayout
 
 PROBE = ".lowmem_load_probe"
@@ -59,7 +60,9 @@ class Staging:
 
 
 def find_target(folder: str | os.PathLike[str]) -> str:
-    """Return the folder of a save, without symbolic links; raise ConfigError if it is a file or a URL."""
+    """Return the folder of a save, without symbolic links, or in a store; raise ConfigError for a file or other URL."""
+    if is_in_store(folder):
+        return os.fspath(folder)
     refuse_url(folder)
     target = os.path.realpath(folder)
     # One look: whoever saves or tidies up may rename or remove it now.
@@ -69,12 +72,17 @@ def find_target(folder: str | os.PathLike[str]) -> str:
     return target
 
 
+def is_in_store(folder: object) -> bool:
+    """Return whether a folder is in an object store that takes files."""
+    return is_url(folder) and not is_http(str(folder))
+
+
 def refuse_url(folder: str | os.PathLike[str]) -> None:
     """Raise ConfigError if what shall be written to is a URL, of which the system would make a folder of that name."""
     if _URL.match(os.fsdecode(folder)):
         raise ConfigError(
-            f"{os.fsdecode(folder)}: is a URL, and files are only written to local folders; name a folder, and copy it "
-            "to the store afterwards"
+            f"{plain_url(os.fsdecode(folder))}: is a URL that cannot be written to here: lowmem_load.save_model and "
+            "consolidate write to s3://, gs:// and az://, named as text; call these, or name a folder and copy it"
         )
 
 
@@ -213,13 +221,13 @@ def _replace(staging: Path, target: Path) -> None:
     hidden = (_FORMER, _REPLACING, PROBE)
     found = (path.relative_to(staging) for path in staging.rglob("*") if path.is_file())
     # Single files and indexes are what loaders look for: away first, and back last.
-    names = sorted((name for name in found if name.parts[0] not in hidden), key=lambda name: (_opens(name.name), name))
+    names = sorted((name for name in found if name.parts[0] not in hidden), key=lambda name: (opens(name), name))
     if folders := [str(name) for name in names if (target / name).is_dir()]:
         raise IsADirectoryError(errno.EISDIR, "is a folder, where a file has to go", folders[0])
     if not (staging / _REPLACING).exists():  # no new file has come yet, so all that look like weights are old
         former = staging / _FORMER
         former.mkdir(exist_ok=True)
-        for old in sorted(_replaced_by(names, target), key=lambda old: (not _opens(old.name), old)):
+        for old in sorted(_replaced_by(names, target), key=lambda old: (not opens(old), old)):
             (former / old).parent.mkdir(parents=True, exist_ok=True)
             os.rename(target / old, former / old)
         _sync(target)
@@ -235,14 +243,17 @@ def _replace(staging: Path, target: Path) -> None:
 
 def _replaced_by(names: Sequence[Path], target: Path) -> set[Path]:
     """Return the files of the target that are of an earlier save of the same weights as these: shards, file, index."""
-    saved = {name.parent / weights for name in names if (weights := _weights_in(name.name))}
-    found = set()
-    for folder in {path.parent for path in saved}:
+    found: list[Path] = []
+    for folder in {name.parent for name in names}:
         with contextlib.suppress(FileNotFoundError):
-            found |= {
-                folder / old.name for old in (target / folder).iterdir() if folder / _weights_in(old.name) in saved
-            }
-    return found
+            found += [folder / old.name for old in (target / folder).iterdir()]
+    return of_same_weights(names, found)
+
+
+def of_same_weights(names: Iterable[Path], found: Iterable[Path]) -> set[Path]:
+    """Return those of the files found that have weights which some of `names` have, too: shards, file, index."""
+    saved = {name.parent / weights for name in names if (weights := _weights_in(name.name))}
+    return {old for old in found if old.parent / _weights_in(old.name) in saved}
 
 
 def _weights_in(name: str) -> str:
@@ -251,9 +262,9 @@ def _weights_in(name: str) -> str:
     return f"{match[1]}{match[4] or ''}.{match[3]}" if match else ""
 
 
-def _opens(name: str) -> bool:
+def opens(path: Path) -> bool:
     """Return whether loaders look for a file: a single one, or an index."""
-    match = _WEIGHTS.fullmatch(name)
+    match = _WEIGHTS.fullmatch(path.name)
     return match is not None and match[2] is None
 
 

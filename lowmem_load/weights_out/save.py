@@ -13,7 +13,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,18 @@ from torch import nn
 
 from lowmem_load.distributed.nodes import node_name
 from lowmem_load.distributed.steps import RankGroup
-from lowmem_load.errors import PlanError, listed
+from lowmem_load.errors import PlanError, UnsupportedError, listed
 from lowmem_load.files.mounts import has_caches_apart
 from lowmem_load.models.active import load_lock
 from lowmem_load.phases import Phases, Progress, progress_bar
 from lowmem_load.planning.regions import FlatRange
-from lowmem_load.text import fingerprint, share, size
+from lowmem_load.text import fingerprint, plain_url, share, size
 from lowmem_load.weights_out import folder as folders
 from lowmem_load.weights_out.rank_shards import rank_shards, ranks_of, unwrapped
 from lowmem_load.weights_out.send import delivery, name_tensor_pairs
+from lowmem_load.weights_out.store import write_to_store
 from lowmem_load.weights_out.weight_files import FileLayout, Write, Writer, lay_out, plan_writes
-from lowmem_load.weights_out.weights import Weights, weights_of_model, with_merging
+from lowmem_load.weights_out.weights import Weights, sender, weights_of_model, with_merging
 
 
 def save_model(
@@ -57,6 +58,7 @@ def save_model(
             module around one. These are known by their classes. A module without a `save_pretrained` is written under
             the names of its tensors.
         folder: a folder, new or not, on a file system that all ranks share; nodes may have it under different paths.
+            Or one in S3, GCS or Azure, as text: "s3://bucket/run". One rank uploads each file.
         max_shard_size: most bytes of a file, as a number or as text such as "5GB".
         dtype: dtype of the floating-point tensors in the files: fp64, fp32, fp16 or bf16. With torch.float32, the
             optimizer's fp32 values are written where a ZeRO-3 engine trains in 16 bits (`SaveReport.num_masters`
@@ -68,12 +70,12 @@ def save_model(
             a `save_pretrained` takes `rename`, which turns its names into those in the files; see `load_into`.
 
     Memory: a buffer of 8 MiB where elements are cast, rearranged or on a device; to merge, a few times the largest
-    layer.
+    layer. To a store: 256 MiB, of which 128 are on the accelerator where its collectives run.
 
     Raises:
         ConfigError: the folder or an argument cannot be used, or `GatheredParameters` is open.
         UnsupportedError: names a tensor that cannot be saved without gathering it, and why.
-        CheckpointError: the system refuses a write: the disk is full.
+        CheckpointError: the system or the store refuses a write: the disk is full, credentials have expired.
         RankError: another rank failed; the same error is raised on every rank.
 
     Example:
@@ -107,7 +109,7 @@ def save_by(
         masters = options["dtype"] == torch.float32 and not options.get("merge_adapters")
         shards = rank_shards(model, ranks.rank, masters=masters)
         described = weights_of_model(model, shards, scratch, kwargs=kwargs, **options)
-        return with_merging(described, model, shards, ranks)
+        return with_merging(replace(described, deliver=sender(model, shards, ranks)), model, shards, ranks)
 
     compared = {**options, **{key: value for key, value in kwargs.items() if key != "rename"}}  # a function
     with load_lock():
@@ -124,7 +126,7 @@ class SaveReport(Phases):
         rank, world_size: of the ranks that saved together.
         written_bytes: bytes of weights that this rank wrote. All ranks together wrote the data of the files.
         staged_bytes: those of `written_bytes` that went through a buffer of 8 MiB, because they were cast, rearranged
-            or on a device. The others were written straight from the partitions.
+            or on a device, or to a store. The others were written straight from the partitions.
         num_masters: parameters of which the optimizer's fp32 values were written.
         num_merged: layers whose adapters were merged; see `save_model`.
         source: what it was made of, for `consolidate`.
@@ -172,11 +174,17 @@ def write(
     `describe` gets an empty folder of this rank's own, to which it writes all files that have no weights. `arguments`
     have to be equal on all ranks. `title` says what is done, in errors.
     """
+    is_in_store = folders.is_in_store(folder)
     with ranks.session(title), tempfile.TemporaryDirectory(prefix="lowmem_load-") as made:
-        scratch, report = Path(made), SaveReport(os.fspath(folder), rank=ranks.rank, world_size=ranks.world_size)
+        name = plain_url(os.fspath(folder)).rstrip("/") if is_in_store else os.fspath(folder)
+        scratch, report = Path(made), SaveReport(name, rank=ranks.rank, world_size=ranks.world_size)
         with ranks.step("planning the save", name=report.folder) as step, report.phase("plan"):
             target = folders.find_target(report.folder)
             weights = describe(scratch)
+            if is_in_store and weights.merging is not None:
+                raise UnsupportedError(
+                    f"{name}: merged adapters cannot be saved to a store; save to a folder, and copy"
+                )
             files = [lay_out(file) for file in weights.files]
             writes = plan_writes(files)
             own_bytes = sum(
@@ -187,6 +195,7 @@ def write(
             )
             all_bytes = sum(each.nbytes for of_one in writes.values() for each in of_one)
             step.digest = {key: repr(value) for key, value in arguments.items()}
+            step.digest["the store"] = name if is_in_store else "none"
             step.digest["files"] = listed([f"{file.name} ({file.nbytes} bytes)" for file in files])
             step.digest["headers of the files"] = fingerprint(map(str, files))
             if weights.merging is not None:
@@ -201,18 +210,32 @@ def write(
         report.files = {file.name: file.nbytes for file in files}
         report.left_out, report.num_masters = list(weights.left_out), weights.num_masters
         report.num_merged, report.source = sum(len(merge.layers) for merge in weights.merges), weights.source
+        if is_in_store:
+            _write_to_store(ranks, report, weights, files, scratch)
+            return report
         with _shared_staging(ranks, report, files, targets) as staging:
-            paths = [staging.path / file.name for file in files]
             past_cache = len(set(nodes)) > 1 and has_caches_apart(target)
-            # Each rank begins with another file: file systems let one rank write at a time.
-            first = ranks.rank * len(files) // ranks.world_size
-            todo = dict(sorted(writes.items(), key=lambda item: item[1][0].file < first))
-            _write_files(ranks, report, weights, todo, own_bytes, paths, past_cache=past_cache)
+            paths = [staging.path / file.name for file in files]
+            _write_files(ranks, report, weights, writes, own_bytes, paths, past_cache=past_cache)
             with ranks.step("renaming", name=report.folder), report.phase("rename"):
                 if ranks.rank == 0:
                     folders.add_files(staging, scratch)
                     folders.commit(staging)
     return report
+
+
+def _write_to_store(
+    ranks: RankGroup, report: SaveReport, weights: Weights, files: Sequence[FileLayout], scratch: Path
+) -> None:
+    def on_bytes(num_bytes: int) -> None:
+        update(num_bytes)
+        report.written_bytes += num_bytes
+        report.sample_memory()
+
+    assert weights.deliver is not None  # nothing is merged
+    with progress_bar(sum(report.files.values()) // ranks.world_size, "Saving", ranks.rank) as update:
+        write_to_store(ranks, report, files, weights.deliver, scratch, report.folder, on_bytes)
+    report.staged_bytes = report.written_bytes
 
 
 @contextlib.contextmanager
@@ -244,7 +267,7 @@ def _write_files(
     ranks: RankGroup,
     report: SaveReport,
     weights: Weights,
-    todo: dict[str, list[Write]],
+    writes: Mapping[str, list[Write]],
     own_bytes: int,
     paths: Sequence[Path],
     *,
@@ -260,6 +283,9 @@ def _write_files(
         update(num_bytes)
         ranks.check()
 
+    # Each rank begins with another file: file systems let one rank write at a time.
+    first = ranks.rank * len(paths) // ranks.world_size
+    todo = dict(sorted(writes.items(), key=lambda item: item[1][0].file < first))
     bar = progress_bar(own_bytes, "Saving", ranks.rank)
     with bar as update, Writer(paths, on_bytes, past_cache=past_cache) as writer:
         if weights.merging is not None:

@@ -96,7 +96,9 @@ class _Sent:
 
 
 class Sending:
-    """Weights of a model on their way to all ranks, or to the rank `to`. The optimizer of an engine is watched.
+    """Weights of a model on their way to all ranks, to the rank `to`, or to a rank for each bucket.
+
+    The optimizer of an engine is watched.
 
     `latest` is what `buckets` has yielded last, and `failure` is what it has raised, on all ranks. With `changed_only`,
     `snapshot` has what this rank sent last, or nothing if all ranks are to send all; see [Note: changes].
@@ -109,13 +111,14 @@ class Sending:
         shards: Sequence[RankShard],
         ranks: RankGroup,
         *,
-        to: int | None,
+        to: int | Sequence[int] | None,
         changed_only: bool = False,
         snapshot: Sequence[torch.Tensor] = (),
     ) -> None:
         self.plan, self.ranks, self.changed_only = plan, ranks, changed_only
         self._is_compared, self._snapshot = bool(snapshot), list(snapshot)
-        self._engine, self._to, self._spare = engine, to, SpareMemory()
+        self._to = to if isinstance(to, Sequence) else [to] * len(plan.buckets)
+        self._engine, self._spare = engine, SpareMemory()
         self._shards = {shard.source.name: shard for shard in shards}
         self._names = {id(shard.tensor): name for name, shard in self._shards.items()}
         self.latest: Tensors = []
@@ -187,7 +190,7 @@ class Sending:
         """Return a bucket whose message from this rank is filled, in the memory of the one before if that is enough."""
         bucket, messages = self._messages(number)
         lengths = message_lengths(messages.nbytes, self.plan.bucket_bytes, are_equal=side.gathers)
-        exchange = Exchange(side, lengths, to=self._to, before=before.exchange if before else None)
+        exchange = Exchange(side, lengths, to=self._to[number], before=before.exchange if before else None)
         if exchange.mine is not None:
             mine, planned = exchange.mine, sent_in(bucket)
 
@@ -225,7 +228,7 @@ class Sending:
     ) -> _Sent:
         """Return a bucket of changes, as `_fill`, once the bytes of all ranks are known."""
         lengths = message_lengths(nbytes, self.plan.bucket_bytes, are_equal=side.gathers)
-        exchange = Exchange(side, lengths, to=self._to, before=before.exchange if before else None)
+        exchange = Exchange(side, lengths, to=self._to[number], before=before.exchange if before else None)
         if exchange.mine is not None:
             write_message(pieces, exchange.mine)
         return _Sent(*self._messages(number), exchange, has_changes=True)
@@ -254,7 +257,7 @@ class Sending:
 
     def _put_together(self, sent: _Sent) -> Tensors:
         """Return the tensors of a bucket that has come."""
-        if self._to not in (None, self.ranks.rank):
+        if not sent.exchange.arrives:
             return []
         if sent.has_changes:
             return self._put_together_changes(sent)
@@ -268,7 +271,7 @@ class Sending:
                 scatter_elements(nest.gathered(), _piece(message, part, value.dtype), value.view(-1))
         by_name: dict[str, torch.Tensor] = {}
         for tensor, value in zip(planned, values, strict=True):
-            _place_constants(tensor, value)
+            place_constants(tensor, value)
             by_name[tensor.name] = value
         return [pair for unit in sent.bucket for pair in self._finish(unit, by_name)]
 
@@ -289,7 +292,7 @@ class Sending:
             value = own_memory(tensor.nbytes, device_of(self.ranks)).view(tensor.dtype).view(tensor.shape)
             for nest, _, values in of_tensor:
                 scatter_elements(Nest(0, nest.destination, nest.axes).gathered(), values, value.view(-1))
-            _place_constants(tensor, value)
+            place_constants(tensor, value)
             changed[tensor.name] = value
         names = (tensor.name for unit in sent.bucket for tensor in unit.sent)
         return [(name, changed[name]) for name in names if name in changed]
@@ -308,7 +311,7 @@ class Sending:
             for copy in tensor.copies:
                 if isinstance(copy.leaf, Source):
                     scatter_elements(copy.nest, sources[copy.leaf.name].reshape(-1), value.view(-1))
-            _place_constants(tensor, value)
+            place_constants(tensor, value)
             made.append((tensor.name, value))
         return made
 
@@ -381,7 +384,7 @@ def _piece(message: torch.Tensor, part: MessagePart, dtype: torch.dtype) -> torc
     return message[part.start : part.start + part.nest.numel * dtype.itemsize].view(dtype)
 
 
-def _place_constants(tensor: PlannedTensor, value: torch.Tensor) -> None:
+def place_constants(tensor: PlannedTensor, value: torch.Tensor) -> None:
     """Put values that are not those of a parameter, such as padding, into a tensor."""
     for copy in tensor.copies:
         if isinstance(copy.leaf, Held):

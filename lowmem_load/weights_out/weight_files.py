@@ -15,7 +15,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
 import json
+import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +30,7 @@ from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.files.safetensors import BITS, CODES, METADATA, PACKED
 from lowmem_load.models.saver import SavedFile
 from lowmem_load.planning.expression import Held, Shape, Source, numel
-from lowmem_load.planning.nest import Nest, nests_within, offsets
+from lowmem_load.planning.nest import Copy, Nest, nests_within, offsets
 from lowmem_load.planning.regions import Region
 from lowmem_load.weights_out.buckets import PlannedTensor
 from lowmem_load.weights_out.send import gather_elements
@@ -102,6 +104,26 @@ def _constants(file: str, tensors: Iterable[tuple[int, PlannedTensor]]) -> Itera
                     raise needs_gathering(f"{file}: {tensor.name}", leaf)
                 values = leaf.flat[nest.source - leaf.first :][: nest.numel]
                 yield start + nest.destination * tensor.dtype.itemsize, values.view(torch.uint8).numpy().tobytes()
+
+
+def cut(file: FileLayout, most_bytes: int) -> Iterator[PlannedTensor]:
+    """Yield the data of a file in order, as flat tensors of at most so many bytes."""
+    for dtype, group in itertools.groupby((tensor for _, tensor in file.tensors), lambda tensor: tensor.dtype):
+        most = most_bytes // dtype.itemsize
+        copies, filled = list[Copy](), 0
+        for tensor in group:
+            done, size = 0, math.prod(tensor.shape)
+            while done < size:
+                end = min(size, done + most - filled)
+                for copy in tensor.copies:
+                    for part in copy.nest.clipped(done, end, "destination"):
+                        copies.append(Copy(copy.leaf, part.shifted(destination=filled - done)))
+                filled, done = filled + end - done, end
+                if filled == most:
+                    yield PlannedTensor(file.name, (filled,), dtype, tuple(copies))
+                    copies, filled = [], 0
+        if filled:
+            yield PlannedTensor(file.name, (filled,), dtype, tuple(copies))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ A live model and a training checkpoint give weights. `write` puts them into file
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -25,9 +25,9 @@ from lowmem_load.planning.expression import Computed, Elementwise, Expression, H
 from lowmem_load.planning.nest import plan_copies
 from lowmem_load.planning.proof import prove_coverage, prove_names
 from lowmem_load.planning.regions import FlatRange, Region, partition_range
-from lowmem_load.weights_out.buckets import PlannedTensor, full_tensor, merge_unit
+from lowmem_load.weights_out.buckets import PlannedTensor, Unit, full_tensor, merge_unit
 from lowmem_load.weights_out.rank_shards import MemoryPiece, RankShard
-from lowmem_load.weights_out.send import Sending, SendPlan
+from lowmem_load.weights_out.send import Sending, SendPlan, Tensors, delivery
 
 
 class OwnElements(Protocol):
@@ -41,6 +41,10 @@ class OwnElements(Protocol):
         """Yield memory that has them. A piece may end when the next one is asked for."""
 
 
+Deliver: TypeAlias = "Callable[[Sequence[Unit], Sequence[int]], contextlib.AbstractContextManager[Iterator[Tensors]]]"
+"""Yields the tensors of each unit on its rank, and nothing on the others. Collective; all raise if one rank does."""
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """What leaves a model or a training checkpoint. For `left_out`, `num_masters` and `source`, see `SaveReport`."""
@@ -49,6 +53,7 @@ class Weights:
     elements: Mapping[str, OwnElements]  # what this rank writes of each tensor, by name
     merges: Sequence[Merge] = ()  # of adapters into parameters, before these leave
     merging: Sending | None = None  # puts merged parameters together; see `with_merging`
+    deliver: Deliver | None = None  # puts pieces of files together; None if `merging` has to come before
     left_out: Sequence[str] = ()
     num_masters: int = 0
     source: str = ""
@@ -80,6 +85,20 @@ def weights_of_model(
     )
 
 
+def sender(model: nn.Module, shards: Sequence[RankShard], ranks: RankGroup) -> Deliver:
+    """Return what puts pieces of the files of a live model together."""
+
+    @contextlib.contextmanager
+    def deliver(units: Sequence[Unit], to: Sequence[int]) -> Iterator[Iterator[Tensors]]:
+        with ranks.step("planning the messages") as step:
+            plan = SendPlan(units, shards, ranks, bucket_bytes=1)
+            step.digest = {"tensors": plan.tensors, "the layout of the tensors": plan.rules}
+        with delivery(Sending(model, plan, shards, ranks, to=to)) as buckets:
+            yield buckets
+
+    return deliver
+
+
 def with_merging(weights: Weights, model: nn.Module, shards: Sequence[RankShard], ranks: RankGroup) -> Weights:
     """Have merged parameters put together on all ranks, one merge at a time. Each rank writes a share of each."""
     if not weights.merges:
@@ -94,7 +113,7 @@ def with_merging(weights: Weights, model: nn.Module, shards: Sequence[RankShard]
             share = partition_range(numel(shard.source), ranks.rank, ranks.world_size)
             elements[shard.source.name] = replace(shard, region=share)
     plan = SendPlan(units, shards, ranks, bucket_bytes=1)
-    return replace(weights, elements=elements, merging=Sending(model, plan, shards, ranks, to=None))
+    return replace(weights, deliver=None, elements=elements, merging=Sending(model, plan, shards, ranks, to=None))
 
 
 def _describe_by_names(

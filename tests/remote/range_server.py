@@ -103,7 +103,7 @@ class Connection(BaseHTTPRequestHandler):
         if not self.server.answer(self, Request(self.command, path, query, self.headers, body)):
             self.close_connection = True
 
-    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815  named by http.server
+    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET  # noqa: N815  named by http.server
 
     def log_message(self, *_: Any) -> None:
         pass

@@ -59,10 +59,22 @@ class Server:
     def put(self, path: Path, key: str) -> None:
         """Put a file, in place of what was there."""
         import obstore
+
+        obstore.put(self._store(), key, path)
+
+    def download(self, prefix: str, folder: Path) -> None:
+        """Get all files under a prefix."""
+        import obstore
+
+        for meta in obstore.list(self._store(), prefix).collect():
+            path = folder / Path(meta["path"]).relative_to(prefix)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(obstore.get(self._store(), meta["path"]).bytes())
+
+    def _store(self) -> Any:
         from obstore.store import from_url
 
-        store = from_url(self.root, config=self.config, client_options={"allow_http": True})
-        obstore.put(store, key, path)
+        return from_url(self.root, config=self.config, client_options={"allow_http": True})
 
     @contextlib.contextmanager
     def environment_set(self) -> Iterator[None]:

@@ -339,17 +339,18 @@ assert "deepspeed" not in sys.modules
     assert os.listdir(tmp_path / "alone") == os.listdir(tmp_path / "group") == ["model.safetensors"]
 
 
-@pytest.mark.parametrize("where", ["save_model", "consolidate", "lazy"])
+@pytest.mark.parametrize("where", ["save_model", "consolidate", "path", "lazy"])
 def test_urls_are_refused_wherever_files_are_written(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: Path
 ) -> None:
-    url, llama = "s3://bucket/run", str(builders.tiny_llama(checkpoints))
+    url, llama = "hf://buckets/org/run", str(builders.tiny_llama(checkpoints))
     ways: dict[str, Callable[[], Any]] = {
         "save_model": lambda: lowmem_load.save_model(torch.nn.Linear(2, 2), url),
         "consolidate": lambda: lowmem_load.consolidate(tmp_path, url),
-        "lazy": lambda: lowmem_load.lazy(llama).save_pretrained(url),
+        "path": lambda: lowmem_load.save_model(torch.nn.Linear(2, 2), Path("s3://bucket/run")),
+        "lazy": lambda: lowmem_load.lazy(llama).save_pretrained("s3://bucket/run"),
     }
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"^s3:/+bucket/run: is a URL, and files are only written to local folders"):
+    with pytest.raises(ConfigError, match=r"^(s3|hf):/.*/run: is a URL that cannot be written to here"):
         ways[where]()
     assert list(tmp_path.iterdir()) == []
