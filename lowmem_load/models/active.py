@@ -66,12 +66,21 @@ def deepspeed_config(config: Mapping[str, Any] | HfDeepSpeedConfig | None) -> It
 def show_ds_config(model: nn.Module, ds_config: Mapping[str, Any]) -> None:
     """Have methods of transformers models see their ds_config; transformers has one for all models.
 
-    Without it, `generate` does not wait for ranks whose sequences are longer, and a resize finds no shapes.
+    Without it, `generate` does not wait for ranks whose sequences are longer, a resize finds no shapes, and encoders
+    that drop layers at random (wav2vec2) leave out other layers on each rank.
     """
-    for part in transformers_models(model):
-        for name in ("generate", "resize_token_embeddings"):
-            if hasattr(type(part), name):  # a method follows a deepcopy; LLaMA-Factory asks for its __func__
-                setattr(part, name, types.MethodType(_with_config(type(part), name, ds_config), part))
+    methods: list[tuple[nn.Module, str]] = [
+        (part, name) for part in transformers_models(model) for name in ("generate", "resize_token_embeddings")
+    ]
+    methods += [(module, "forward") for module in model.modules() if _asks_for_zero3(type(module).forward)]
+    for module, name in methods:
+        if hasattr(type(module), name):  # a method follows a deepcopy; LLaMA-Factory asks for its __func__
+            setattr(module, name, types.MethodType(_with_config(type(module), name, ds_config), module))
+
+
+def _asks_for_zero3(function: Any) -> bool:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is not None and "is_deepspeed_zero3_enabled" in code.co_names
 
 
 def _with_config(cls: type, name: str, ds_config: Mapping[str, Any]) -> Callable[..., Any]:

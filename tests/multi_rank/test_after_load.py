@@ -1,11 +1,11 @@
-"""What people do with a loaded model under ZeRO-3 works: generate, resize, LoRA, from_config."""
+"""What people do with a loaded model under ZeRO-3 works: generate, resize, LoRA, layer drop, from_config."""
 
 from pathlib import Path
 
 import deepspeed
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Wav2Vec2Config, Wav2Vec2ForCTC
 from transformers.integrations import HfDeepSpeedConfig
 
 from lowmem_load import FallbackWarning, UnsupportedError, get_load_report, install, load_model
@@ -63,6 +63,24 @@ def use(path: str) -> None:
 
 def test_generate_resize_and_lora(checkpoints: Path) -> None:
     run_ranks(use, str(builders.tiny_llama(checkpoints, torch.float32)), timeout_s=120)
+
+
+def drop_layers(path: str) -> None:
+    """Rank function: each rank draws which layers it leaves out; it has to gather their weights nevertheless."""
+    config = {**FP32, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    engine, *_ = deepspeed.initialize(model=load_model(path, config).train(), config=config)
+    torch.manual_seed(torch.distributed.get_rank())
+    for _ in range(4):
+        assert engine(torch.randn(1, 400, device=engine.device)).logits.isfinite().all()
+
+
+def test_encoders_that_drop_layers_do_so_alike_on_all_ranks(tmp_path: Path) -> None:
+    convolution = {"conv_dim": (16,), "conv_stride": (5,), "conv_kernel": (10,), "num_feat_extract_layers": 1}
+    positions = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config = Wav2Vec2Config(**sizes, **convolution, **positions, vocab_size=20, layerdrop=0.5)
+    Wav2Vec2ForCTC(config).save_pretrained(tmp_path)
+    run_ranks(drop_layers, str(tmp_path))
 
 
 def from_config() -> list[float]:
