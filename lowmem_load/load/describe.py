@@ -93,6 +93,8 @@ def describe(
     if weights is not None:
         context.weights, files = _training_weights(weights, executor, reads.now)
     model, info = call.describe(context)
+    if context.compares_values and context.is_partitioned:
+        context.constructor.note_parameters(model)  # of state_dict=, or that the caller has filled
     files += tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
     _, resolved, target = prepare(model)
     return Described(call.name, model, info, resolved, target, files, tuple(reads.nbytes.items()), context.constructor)

@@ -169,14 +169,14 @@ class Load:
             agreed.digest = _compared(described)
             agreed.payload = fingerprint(map(" ".join, described.constructor.values.items()))
         if len(set(agreed.payloads)) > 1:
-            with ranks.step("comparing the constructor's values", name=name) as agreed:
+            with ranks.step("comparing values in memory", name=name) as agreed:
                 agreed.payload = described.constructor.values
             names = {name for values in agreed.payloads for name in values}
             if differing := [name for name in names if len({values.get(name) for values in agreed.payloads}) > 1]:
                 raise UnsupportedError(
-                    f"{name}: the constructor of {type(described.model).__name__} computes values that differ between "
-                    f"ranks: {listed(sorted(differing))}. Have it compute the same on all ranks, save these values "
-                    "with the checkpoint, or load without lowmem_load"
+                    f"{name}: {type(described.model).__name__} has values of no file that differ between ranks: "
+                    f"{listed(sorted(differing))}. Compute or draw the same on all ranks, save these values with the "
+                    "checkpoint, or load without lowmem_load"
                 )
         return described
 

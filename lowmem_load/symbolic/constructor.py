@@ -173,6 +173,11 @@ class Constructor:
             for name, tensors in named.items()
         }
 
+    def note_parameters(self, model: nn.Module) -> None:
+        """Note digests of parameters that are in memory: each rank keeps a part of its own."""
+        named = model.named_parameters()
+        self.values |= {name: _digest(own) for name, own in named if not _is_special(own) and self.is_known(own)}
+
     def _is_filled(self, tensor: torch.Tensor) -> bool:
         if not isinstance(tensor, SymbolicTensor):
             return self.is_known(tensor)

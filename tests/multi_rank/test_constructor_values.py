@@ -2,10 +2,11 @@
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 import lowmem_load
@@ -255,7 +256,7 @@ def test_what_has_no_value_is_refused_by_name(tmp_path: Path, trouble: str, text
 def load_differing(path: str) -> None:
     """Rank function: what numpy draws on each rank is an error that names it; `install()` leaves it to DeepSpeed."""
     rank = DistributedInterface().rank
-    text = r"TableForCausalLM computes values that differ between ranks: angles\.0\.noise, draws\. "
+    text = r"TableForCausalLM has values of no file that differ between ranks: angles\.0\.noise, draws\. "
     for target in ({"ds_config": FP32}, {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}):
         np.random.seed(rank)
         with pytest.raises(UnsupportedError, match=text):
@@ -270,5 +271,31 @@ def load_differing(path: str) -> None:
     assert kept.is_zero3()
 
 
-def test_values_that_differ_between_ranks_are_refused_by_name(tmp_path: Path) -> None:
-    run_ranks(load_differing, make_checkpoint(tmp_path / "numpy", trouble="numpy"), timeout_s=180)
+def load_differing_parameters(folder: str) -> None:
+    """Rank function: each rank would keep its part of what it has itself; DeepSpeed takes all of rank 0."""
+    rank, text = DistributedInterface().rank, "has values of no file that differ between ranks: "
+    with torch.device("meta"):
+        model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
+    torch.manual_seed(rank)
+    model["head"].to_empty(device="cpu").reset_parameters()
+    if rank == 0:
+        save_file({"body.weight": torch.ones(4, 4), "body.bias": torch.ones(4)}, f"{folder}/own.safetensors")
+    dist.barrier()
+    with pytest.raises(UnsupportedError, match=rf"ModuleDict {text}head\.bias, head\.weight\. "):
+        lowmem_load.load_into(model, f"{folder}/own.safetensors", FP32, skip=["head.weight", "head.bias"])
+
+    small = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
+    plain = LlamaForCausalLM(small)
+    state = {name: torch.full_like(tensor, rank) for name, tensor in plain.state_dict().items()}
+    kept = HfDeepSpeedConfig(FP32)
+    lowmem_load.install()
+    with pytest.warns(lowmem_load.FallbackWarning, match=rf"LlamaForCausalLM {text}lm_head\.weight, "):
+        loaded = LlamaForCausalLM.from_pretrained(None, config=small, state_dict=state)
+    with deepspeed.zero.GatheredParameters(list(loaded.parameters())):
+        assert not any(parameter.any() for parameter in loaded.parameters())
+    assert kept.is_zero3()
+
+
+@pytest.mark.parametrize("load", [load_differing, load_differing_parameters])
+def test_values_that_differ_between_ranks_are_refused_by_name(tmp_path: Path, load: Callable[[str], None]) -> None:
+    run_ranks(load, make_checkpoint(tmp_path / "numpy", trouble="numpy"), timeout_s=180)
