@@ -204,13 +204,14 @@ class ReplicatedPart:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any], *, optimizer: bool) -> None:
-        """Load a checkpoint's `state`, which fits; the masters follow the parameters unless `optimizer`."""
+        """Load a checkpoint's `state`, which fits. Parameters that were not trained have no masters in it."""
         for kind, tensors in self._persistent().items():
             for name, value in state[kind].items():
                 if name in tensors:
                     tensors[name].copy_(value)
+        masters = state["whole"]["masters"]
         for name, slot in self._slots.items():
-            slot.master.copy_(state["whole"]["masters"][name] if optimizer else slot.parameter)
+            slot.master.copy_(masters.get(name, slot.parameter))
         if optimizer:
             self._publish()
             if self.optimizer is not None and state["whole"]["optimizer"] is not None:

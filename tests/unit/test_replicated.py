@@ -54,6 +54,18 @@ def test_a_state_that_does_not_fit_is_refused(caplog: pytest.LogCaptureFixture) 
         other.check(state, strict=True, num_groups=1)
 
 
+def test_weights_alone_are_loaded_in_fp32() -> None:
+    saved, part = part_of(two_layers(torch.bfloat16)), part_of(two_layers(torch.bfloat16))
+    with torch.no_grad():
+        for master in saved.masters.values():
+            master.add_(1e-5)
+    state = copy.deepcopy(saved.state(exclude_frozen=False))
+    del state["whole"]["masters"]["b.bias"]  # it was frozen
+    part.load(state, optimizer=False)
+    exact = [name for name, master in part.masters.items() if torch.equal(master, saved.masters[name])]
+    assert exact == ["a.weight", "a.bias", "b.weight"]
+
+
 def test_dtypes_are_checked() -> None:
     with pytest.raises(ConfigError, match=r"a\.weight \(torch\.float64\)"):
         part_of(two_layers(torch.float64))
