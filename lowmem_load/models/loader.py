@@ -156,13 +156,17 @@ class TransformersCall(PretrainedCall):
         self, weights: Mapping[str, torch.Tensor], kwargs: Mapping[str, Any]
     ) -> tuple[nn.Module, dict[str, Any]]:
         """Run it on these weights; raise CheckpointError unless they are those of the model, and all of them."""
-        config = kwargs.get("config")
+        config, hub = kwargs.get("config"), hub_keywords(kwargs)
+        others = {key: value for key, value in kwargs.items() if key not in HUB_KEYWORDS}
         if config is None:
             # An adapter has none, and transformers would take the default of the class.
             if find_file(self.path, "config.json", self.kwargs) is None:
                 raise CheckpointError(f"{self.name}: has no config.json, which says what model the weights are of")
-            config = self._cls.config_class.from_pretrained(self.path, **hub_keywords(kwargs))
-        others = {key: value for key, value in kwargs.items() if key not in HUB_KEYWORDS}
+            # Some keywords are the configuration's: they may not reach the constructor.
+            own = {key: others.pop(key) for key in ("dtype", "quantization_config") if key in others}
+            make_config = self._cls.config_class.from_pretrained
+            config, others = make_config(self.path, return_unused_kwargs=True, **hub, **others)
+            others |= own
         weights = {name: for_loader(name, tensor) for name, tensor in weights.items()}
         others |= {"output_loading_info": True, "config": config, "state_dict": weights}
         model, info = self._ordinary(self._cls, None, **others)

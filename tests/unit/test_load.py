@@ -68,7 +68,9 @@ def test_weights_of_a_trainer_for_a_model_in_a_subfolder(llama: str, tmp_path: P
     GenerationConfig(max_length=77).save_pretrained(tmp_path / "model" / "sub")
     state = LlamaForCausalLM.from_pretrained(llama).state_dict()
     dcp.save({"model": state}, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
-    model = load_model(tmp_path / "model", STAGE_0, subfolder="sub", weights_from=tmp_path / "saved")
+    how: dict[str, Any] = {"subfolder": "sub", "weights_from": tmp_path / "saved"}
+    model = load_model(tmp_path / "model", STAGE_0, num_labels=7, attn_implementation="eager", **how)
+    assert (model.config.num_labels, model.config._attn_implementation) == (7, "eager")
     assert model.generation_config.max_length == 77
     assert all(torch.equal(tensor, state[name].to(tensor.dtype)) for name, tensor in model.state_dict().items())
 
