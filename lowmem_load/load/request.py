@@ -37,6 +37,8 @@ class Request(NamedTuple):
     def checked(self) -> Checked:
         """Return the call that will load, with the settings for this model."""
         kwargs, settings = dict(self.kwargs), self.settings
+        if sharding := [keyword for keyword in SHARDS if kwargs.get(keyword) is not None]:
+            raise ConfigError(f"{self.name}: remove {sharding[0]}; the ds_config, mesh or distributed_config shards")
         dtype = asked_dtype(self.dtype, kwargs)
         cls, config = class_and_config(self.name, self.auto_class, kwargs)
         if settings is not None:

@@ -54,6 +54,13 @@ def test_a_class_that_loads_in_its_own_way_has_no_plan(llama: str) -> None:
             load(llama, auto_class=Own)
 
 
+@pytest.mark.parametrize("keyword", ["tp_plan", "tp_size"])
+def test_tensor_parallelism_comes_with_no_other_sharding(llama: str, keyword: str) -> None:
+    for ds_config in (STAGE_3, STAGE_0):
+        with pytest.raises(ConfigError, match=f"remove {keyword}; the ds_config, mesh or distributed_config shards"):
+            plan(llama, ds_config, rank=0, world_size=2, **{keyword: "auto"})
+
+
 def test_what_transformers_places_by_itself_has_no_plan(llama: str) -> None:
     for device_map in ("cpu", 0):  # 0 is the first GPU
         with pytest.raises(UnsupportedError, match="transformers places this model by itself, so there is nothing"):
