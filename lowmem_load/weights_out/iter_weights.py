@@ -83,9 +83,9 @@ def iter_weights(
                 send_to_inference(name, tensor)
     """
     arguments = Arguments(bucket_bytes, dst, dtype, names, merge_adapters, changed_only)
-    sending = plan_weights(model, arguments)
+    sending = plan_weights(model, arguments, iter_weights)
     yield from sending.buckets()
-    sending.keep_snapshot(None)
+    sending.keep_snapshot(iter_weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def plan_weights(engine: nn.Module, arguments: Arguments, taker: object = None) 
             shards = rank_shards(model, ranks.rank, masters=masters)
             plan = _plan(model, arguments, shards, ranks)
             before, plan.snapshot = plan.snapshot, None
-            snapshot = before[1] if before is not None and before[0] is taker else []
+            snapshot = before[1] if before is not None and before[0]() is taker else []
             step.payload = bool(snapshot)
             step.digest = {
                 "changed_only": str(arguments.changed_only),
@@ -211,6 +211,7 @@ def _units_of(model: nn.Module, arguments: Arguments, shards: Sequence[RankShard
 
 _OF_TRL, _OF_OLD_TRL, _OF_SGLANG = "update_named_params", "update_named_param", "update_weights_from_tensor"
 _METHODS = _OF_TRL, _OF_OLD_TRL, _OF_SGLANG
+_OF_CHANGES = "apply_changes"
 
 _RESETS = "reset_prefix_cache", "flush_cache"
 """Methods that drop what was computed with the old weights."""
@@ -228,7 +229,9 @@ def push_weights(model: nn.Module, client: Any, **keywords: Any) -> None:
             as its `Engine`. An object's `reset_prefix_cache()` or `flush_cache()` is called at the end, if it has one.
             Its calls return when they have ended; a coroutine is an error. None on ranks that do not take weights. If
             one rank has a client, the weights are sent to it alone, otherwise to all.
-        **keywords: bucket_bytes, dtype, names and merge_adapters, as for `iter_weights`.
+        **keywords: bucket_bytes, dtype, names, merge_adapters and changed_only, as for `iter_weights`. With
+            `changed_only` a client is an object with a method `apply_changes(bucket)`, and one that has not taken the
+            last push in full, such as a new one, is sent all.
 
     Call on every rank that has the model. Memory: as `iter_weights`, on ranks that are sent the weights.
 
@@ -245,7 +248,12 @@ def push_weights(model: nn.Module, client: Any, **keywords: Any) -> None:
     with ranks.step("finding who takes the weights") as step:
         step.payload = client is not None
         arguments = Arguments(dst="all", **keywords)
-        if client is not None and not callable(client) and _method_of(client) is None:
+        if client is not None and arguments.changed_only and _method_of(client, True) is None:
+            raise ConfigError(
+                f"push_weights: client: a {type(client).__name__} has no method {_OF_CHANGES}, so it takes no changes; "
+                "pass an object that has one, which writes a bucket of tensors and `Change`s, or leave changed_only out"
+            )
+        if client is not None and not callable(client) and _method_of(client, arguments.changed_only) is None:
             raise ConfigError(
                 f"push_weights: client: a {type(client).__name__} is not a function and has none of the methods "
                 f"{', '.join(_METHODS)}; pass a function that takes a bucket, or an object with one of them"
@@ -254,9 +262,10 @@ def push_weights(model: nn.Module, client: Any, **keywords: Any) -> None:
     if not takers:
         raise ConfigError("push_weights: client: no rank has one; pass it on the rank that is to take the weights")
     dst: int | Literal["all"] = takers[0] if len(takers) == 1 else "all"
-    sending = plan_weights(model, replace(arguments, dst=dst))
+    sending = plan_weights(model, replace(arguments, dst=dst), client)
     with delivery(sending) as buckets:
         hand_over(client, sending, buckets)
+    sending.keep_snapshot(client)
     with ranks.step("resetting the cache"):
         if reset := next((name for name in _RESETS if hasattr(client, name)), ""):
             answer = _finished(getattr(client, reset)())
@@ -302,16 +311,20 @@ class WeightSource:
         yield from name_tensor_pairs(plan_weights(self._engine, self._arguments).buckets())
 
 
-def _method_of(client: Any) -> str | None:
-    return next((name for name in _METHODS if callable(getattr(client, name, None))), None)
+def _method_of(client: Any, changed_only: bool) -> str | None:
+    methods = (_OF_CHANGES,) if changed_only else _METHODS
+    return next((name for name in methods if callable(getattr(client, name, None))), None)
 
 
 def hand_over(client: Any, sending: Sending, buckets: Iterator[Tensors]) -> None:
     """Hand all buckets to a client; take them on a rank that has none."""
-    method = _method_of(client)
+    method = _method_of(client, sending.changed_only)
     if client is None:
         for _ in buckets:
             pass
+    elif method == _OF_CHANGES:
+        for bucket in buckets:
+            _finished(client.apply_changes(bucket))
     elif method == _OF_TRL:
         _finished(client.update_named_params(metadata_of(sending), name_tensor_pairs(buckets)))
     elif method == _OF_OLD_TRL:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -76,7 +77,8 @@ class SendPlan:
         self.tensors = fingerprint(map(_unit_text, units))
         self.layouts, self.rules = layouts_by_rule(shards, rules_of(shards), ranks.rank, ranks.world_size)
         self.shares: dict[tuple[Distribution, Nest], Shares] = {}  # of copies; see `plan_messages`
-        self.snapshot: tuple[Any, list[torch.Tensor]] | None = None  # who took the messages of this rank, and these
+        # Who took the messages of this rank, and these. An engine in this process is not kept alive.
+        self.snapshot: tuple[Callable[[], object], list[torch.Tensor]] | None = None
 
 
 def _unit_text(unit: Unit) -> str:
@@ -253,7 +255,10 @@ class Sending:
     def keep_snapshot(self, taker: object) -> None:
         """Note that all has been taken, so that what comes next may be compared with it. Call on every rank."""
         if self.changed_only:
-            self.plan.snapshot = taker, self._snapshot
+            try:
+                self.plan.snapshot = weakref.ref(taker), self._snapshot
+            except TypeError:  # None, or of a class that allows none
+                self.plan.snapshot = lambda: taker, self._snapshot
 
     def _put_together(self, sent: _Sent) -> Tensors:
         """Return the tensors of a bucket that has come."""

@@ -1,8 +1,10 @@
 """Only changes are sent: after each round the receivers have, bit for bit, what `save_model` writes."""
 
 import contextlib
+import gc
 import importlib
 import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowmem_load import Change, apply_changes, iter_weights, load_model
+from lowmem_load import Change, apply_changes, iter_weights, load_model, push_weights
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import ConfigError, RankError
 from lowmem_load.weights_out.rank_shards import rank_shards, unwrapped
 from tests import builders
 from tests.multi_rank.test_iter_weights import assert_equal, saved
 from tests.multi_rank.test_load_into import filled, meshes
+from tests.multi_rank.test_push_weights import Taker
 from tests.multi_rank.test_save import ADAM, BF16, FP32, stage_3
 from tests.ranks import run_ranks
 
@@ -190,3 +193,94 @@ def send_all_again(path: str, out: str) -> None:
 def test_all_is_sent_again(checkpoints: Path, tmp_path: Path) -> None:
     path = builders.tiny_llama(checkpoints, torch.float32)
     run_ranks(send_all_again, str(path), str(tmp_path), world_size=3, timeout_s=200)
+
+
+class Engine:
+    """A client that takes changes. It may die at a bucket, the last one too, or leave its work undone."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, torch.Tensor] = {}
+        self.num_changes = self.num_tensors = self.num_buckets = 0
+        self.dies_at = self.sleeps_at = -1
+
+    def apply_changes(self, bucket: list[tuple[str, Any]]) -> Any:
+        """Take a bucket."""
+        self.state |= {name: new for name, new in bucket if name not in self.state}
+        apply_changes(self.state, bucket)
+        self.num_changes += sum(isinstance(new, Change) for _, new in bucket)
+        self.num_tensors += sum(isinstance(new, torch.Tensor) for _, new in bucket)
+        self.num_buckets += 1
+        if self.num_buckets - 1 == self.dies_at:
+            raise ConnectionError("the server is gone")
+        return self.late() if self.num_buckets - 1 == self.sleeps_at else None
+
+    async def late(self) -> None:
+        """Do nothing."""
+
+    def update_named_params(self, *_: Any) -> None:
+        """Stand for the method for full tensors."""
+        raise AssertionError
+
+
+def push(model: Any, engine: Engine | None, **kwargs: Any) -> tuple[int, int]:
+    """Push, and return how many changes and tensors have come."""
+    if engine is not None:
+        engine.num_changes = engine.num_tensors = engine.num_buckets = 0
+    push_weights(model, engine, changed_only=True, bucket_bytes=30_000, **kwargs)
+    return (engine.num_changes, engine.num_tensors) if engine is not None else (0, 0)
+
+
+def push_changes(path: str, out: str) -> None:
+    """Rank function: engines that take all, die, go and come again have what is saved after each push."""
+    rank, model = DistributedInterface().rank, load_model(path, BF16)
+    num_tensors, rounds = len(saved(model, f"{out}/first")), 0
+
+    def change_few() -> dict[str, torch.Tensor]:
+        nonlocal rounds
+        rounds += 1
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.ds_tensor[rounds % 16] += 1  # type: ignore[attr-defined]
+        return saved(model, f"{out}/{rounds}")
+
+    def assert_pushed(engine: Engine | None, *, is_full: bool) -> None:
+        wanted = change_few()
+        found = push(model, engine)
+        if engine is not None:
+            assert found == ((0, num_tensors) if is_full else (num_tensors, 0))
+            assert_equal(engine.state, wanted, rounds)
+
+    engine = Engine()
+    mine = engine if rank == 1 else None
+    assert_pushed(mine, is_full=True)
+    assert_pushed(mine, is_full=False)
+    last = engine.num_buckets - 1
+    for name, number in (("dies_at", 0), ("dies_at", 1), ("dies_at", last), ("sleeps_at", last)):
+        setattr(engine, name, number)
+        change_few()
+        with pytest.raises(RankError, match=r"rank 1: .*(the server is gone|returned a coroutine)"):
+            push(model, mine)
+        engine.dies_at = engine.sleeps_at = -1
+        assert_pushed(mine, is_full=True)
+        assert_pushed(mine, is_full=False)
+    assert_pushed(Engine() if rank == 1 else None, is_full=True)  # another one
+    assert_pushed(mine, is_full=True)
+    here, there = engine if rank == 1 else None, Engine() if rank == 0 else None
+    assert_pushed(here or there, is_full=True)  # now two of them
+    assert_pushed(here or there, is_full=False)
+    assert_pushed(there, is_full=True)
+    for bucket in iter_weights(model, changed_only=True, bucket_bytes=30_000, dst=0):
+        assert not any(isinstance(new, Change) for _, new in bucket), "it is not the client"
+    is_gone, there = weakref.ref(there) if there else lambda: None, None
+    gc.collect()
+    assert is_gone() is None, "the snapshot does not keep an engine"
+    for client in (print, Taker()):
+        with pytest.raises(
+            RankError, match=r"rank 0: ConfigError: push_weights: client: .* has no method apply_changes"
+        ):
+            push_weights(model, client if rank == 0 else None, changed_only=True)
+
+
+def test_engines_have_all_weights_after_each_push(checkpoints: Path, tmp_path: Path) -> None:
+    path = builders.tiny_llama(checkpoints, torch.float32)
+    run_ranks(push_changes, str(path), str(tmp_path), world_size=2, timeout_s=200)

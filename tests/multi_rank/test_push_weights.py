@@ -262,7 +262,8 @@ def test_clients_keep_nothing_while_the_next_bucket_is_made() -> None:
             bucket.clear()
             alive.append(sum(tensor() is not None for tensor in tensors))
 
-    hand_over(SimpleNamespace(update_named_param=lambda name, tensor: None), SimpleNamespace(), buckets())  # type: ignore[arg-type]
+    sending: Any = SimpleNamespace(changed_only=False)
+    hand_over(SimpleNamespace(update_named_param=lambda name, tensor: None), sending, buckets())
     assert alive == [0, 0, 0]
 
 
