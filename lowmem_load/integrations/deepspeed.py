@@ -145,7 +145,6 @@ def save_pretrained(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     keywords = {"max_shard_size": default_shard_size(), **others}
     folder = str(arguments["save_directory"])
     if (noted := NOTED_SAVES.get()) is not None:
-        refuse_url(folder)  # of which Trainer makes a local folder, for the tokenizer and its arguments
         noted.append((model, folder, keywords))
     else:
         save_when_all_call("save_pretrained with the state of get_state_dict", model, folder, **keywords)
@@ -178,7 +177,9 @@ def save_trained(ordinary: Callable[..., None], trainer: Any, *args: Any, **kwar
             run()
         return
     ranks = ranks_of(model)
+    output = kwargs.get("output_dir", next(iter(args), None)) or trainer.args.output_dir
     with ranks.step("Trainer.save_model") as step:
+        refuse_url(output)  # Trainer would make a local folder of it, for the tokenizer and its arguments
         if ranks.rank and trainer.args.should_save:
             raise ConfigError(
                 "TrainingArguments.save_on_each_node: the weights lie on all ranks, which write them to one folder; "

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 import lowmem_load
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.errors import RankError, UnsupportedError
+from lowmem_load.errors import ConfigError, RankError, UnsupportedError
 from lowmem_load.integrations.install import uninstall
 from tests import builders
 from tests.multi_rank.test_resume import KEYS, assert_equal, whole_state
@@ -186,6 +186,12 @@ def refuse_what_would_be_empty(trainer: Any, folder: Path) -> None:
         with pytest.raises(UnsupportedError, match=f"{key}={value}: the weights are not gathered"):
             model.save_pretrained(folder / "empty", state_dict=state, **{key: value})
     assert not (folder / "empty").exists()
+    for act in (
+        lambda: trainer.save_model("s3://bucket/run"),
+        lambda: trainer.save_model(output_dir="gs://bucket/run"),
+    ):
+        with pytest.raises(ConfigError, match=r"^(s3|gs)://bucket/run: is a URL that cannot be written to here"):
+            act()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(trainer.args), "should_save", True)  # as on two nodes, with save_on_each_node
         with pytest.raises(RankError, match=r"rank 1: ConfigError: TrainingArguments\.save_on_each_node"):

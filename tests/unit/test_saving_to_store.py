@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lowmem_load import CheckpointError, UnsupportedError, save_model
+from lowmem_load import CheckpointError, ConfigError, UnsupportedError, save_model
+from lowmem_load.cli.start import app
 from lowmem_load.files import object_store, store_folder
 from lowmem_load.files.memory import map_memory
 from lowmem_load.files.store_folder import StoreFolder, Upload
@@ -22,6 +23,7 @@ from tests.remote import stores
 from tests.remote.answering import assert_no_secrets
 from tests.remote.upload_server import UploadServer
 from tests.unit.conftest import S3
+from tests.zero_checkpoint import save_zero3
 
 URL = "s3://bucket/run"
 KEY = "sub/model.safetensors"
@@ -179,6 +181,42 @@ def test_a_folder_never_loads_a_mixture(checkpoints: Path, server: UploadServer,
     assert server.changes[0] == f"put {saving.MARKER}"
     assert server.changes[-1] == f"delete {saving.MARKER}"
     model = AutoModelForCausalLM.from_pretrained(bucket / "run")  # the files of the last one alone
+
+
+def test_a_failure_while_shards_are_replaced_leaves_a_folder_that_does_not_load(
+    checkpoints: Path, server: UploadServer, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(builders.tiny_qwen3_moe(checkpoints))
+    save_model(model, URL, max_shard_size="50KB")
+    complete = Upload.complete
+
+    def fail_at_the_second(upload: Upload) -> None:
+        server.set(gone=len(server.completed) == 1, repeats=True)
+        complete(upload)
+
+    server.completed.clear()
+    with monkeypatch.context() as patches:
+        patches.setattr(Upload, "complete", fail_at_the_second)
+        with pytest.raises(CheckpointError, match=r"model-00002-of.*cannot be written"):
+            save_model(model, URL, max_shard_size="50KB")
+    server.set(gone=False)
+    assert not (bucket / "run" / "model.safetensors.index.json").exists()
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(bucket / "run")
+    save_model(model, URL, max_shard_size="50KB")
+    again = AutoModelForCausalLM.from_pretrained(bucket / "run").state_dict()
+    assert all(torch.equal(again[name], value) for name, value in model.state_dict().items())
+    assert not (bucket / "run" / saving.MARKER).exists()
+
+
+def test_the_command_refuses_a_folder_that_is_not_empty(tmp_path: Path, server: UploadServer, bucket: Path) -> None:
+    save_zero3(tmp_path / "saved", {"a.weight": torch.randn(5, 3)}, world_size=2)
+    asked = ["consolidate", str(tmp_path / "saved"), URL]
+    app(asked, standalone_mode=False)
+    assert [path.name for path in (bucket / "run").iterdir()] == ["model.safetensors"]
+    with pytest.raises(ConfigError, match=f"{URL}: is not empty; name another folder, or pass --overwrite"):
+        app(asked, standalone_mode=False)
+    app([*asked, "--overwrite"], standalone_mode=False)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
