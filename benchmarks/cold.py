@@ -1,15 +1,16 @@
 """Loads of files that are not cached: `python -m benchmarks.cold [--ranks 1 2 4] [--repeats 5]`.
 
 Each row is the median of loads by turns, in the same processes: with as many reading threads as for cached files, with
-those for cold ones, and of cached files, next to raw reads of the same bytes by 16 threads. CPU seconds are of all
-ranks together. With "limit", all ranks are in a cgroup that lets them take 1.2 times the bytes of the files, which
-needs root; "cached MiB" is the most that this cgroup had in the page cache. "through cache" is how ranks without
-`LocalFile.bypass_cache` would read there.
+those for cold ones, and of cached files, next to raw reads of the same bytes by 16 threads. "past cache" is how files
+are read for which the host has no room to cache them. CPU seconds are of all ranks together. With "limit", all ranks
+are in a cgroup that lets them take 1.2 times the bytes of the files, which needs root; "cached MiB" is the most that
+this cgroup had in the page cache.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import statistics
 import tempfile
@@ -33,6 +34,7 @@ WAYS = (
     "raw, direct",
     "cold, few threads",
     "cold",
+    "cold, past cache",
     "warm",
     "cold, limit, through cache",
     "cold, limit",
@@ -65,7 +67,8 @@ def measure(folder: str, ways: Sequence[str], repeats: int) -> dict[str, list[li
     from lowmem_load import load_model
     from lowmem_load.distributed.process_group import DistributedInterface
     from lowmem_load.files import executor
-    from lowmem_load.files.source import LocalFile
+    from lowmem_load.files.memory import trim_heap
+    from lowmem_load.load import checks, load
 
     ranks, path = DistributedInterface(), Path(folder)
     load_model(folder, zero3_config("bf16"))  # imports the rest
@@ -74,13 +77,17 @@ def measure(folder: str, ways: Sequence[str], repeats: int) -> dict[str, list[li
     for way in [*ways] * repeats:
         if ranks.rank == 0:
             (warm_page_cache if way == "warm" else drop_page_cache)(path)
+        gc.collect()
+        trim_heap()  # no load finds memory that an earlier one has left
         ranks.barrier()
         with contextlib.ExitStack() as stack:
             peak = stack.enter_context(peak_cache(limit_bytes)) if "limit" in way else [0]
             if "few" in way:
                 stack.enter_context(mock.patch.object(executor, "is_cached", return_value=True))
-            if "through" in way:
-                stack.enter_context(mock.patch.object(LocalFile, "bypass_cache", return_value=False))
+            if "limit" in way:  # glibc counts what trim_heap gives back
+                stack.enter_context(mock.patch.object(checks, "free_heap_bytes", return_value=0))
+            if "cache" in way:
+                stack.enter_context(mock.patch.object(load, "has_room_for_cache", return_value="through" in way))
             ranks.barrier()
             start, cpu_start = time.perf_counter(), time.process_time()
             if way.startswith("raw"):

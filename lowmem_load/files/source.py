@@ -48,8 +48,10 @@ Where a read does not continue the last one, Linux starts its readahead again: w
 single pages, in small disk requests, and only then do pages and requests grow. So the first calls ask for little.
 Source: Linux 6.18 `mm/readahead.c`, `page_cache_sync_ra`, `page_cache_async_ra`."""
 
-DIRECT_BYTES = 1 << 20
-"""Bytes of a read past the page cache, of which each thread that makes them has a buffer."""
+DIRECT_BYTES = 2 << 20
+"""Bytes of a read past the page cache, of which each thread that makes them has a buffer: a huge page.
+
+A disk of a virtual machine took 3.1 s for 3 GB into small pages, and 1.25 s into huge ones."""
 
 MIN_DIRECT_BYTES = 256 << 10
 """Fewest bytes that are read past the page cache. Smaller reads gain from what was read ahead."""
@@ -91,10 +93,14 @@ Opener = Callable[[str], ByteSource]
 
 
 class _DirectBuffer(threading.local):
-    """Memory of a thread for reads past the page cache, which begins at a page."""
+    """Memory of a thread for reads past the page cache: a huge page, if the system gives one."""
 
     def __init__(self) -> None:
-        self.memory = memoryview(mmap.mmap(-1, DIRECT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        mapped = mmap.mmap(-1, 2 * DIRECT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # this system has none
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        start = -_address(memoryview(mapped)) % DIRECT_BYTES
+        self.memory = memoryview(mapped)[start : start + DIRECT_BYTES]
         self.address = _address(self.memory)
 
 
