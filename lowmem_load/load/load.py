@@ -239,7 +239,9 @@ class Load:
             report.notes.append(f"{listed(frozen)} train, as after an ordinary load, though the constructor froze them")
         setattr(described.model, REPORT_ATTRIBUTE, report)
         if isinstance(described.target, Zero3):
-            show_ds_config(described.model, described.settings.ds_config)
+            from lowmem_load.engines.parameters import is_partitioned  # of DeepSpeed, which this target has imported
+
+            show_ds_config(described.model, described.settings.ds_config, is_partitioned)
         logger.info("%s", report)
         if self.options.on_load is not None:
             self.options.on_load(report)

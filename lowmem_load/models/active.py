@@ -63,16 +63,19 @@ def deepspeed_config(config: Mapping[str, Any] | HfDeepSpeedConfig | None) -> It
         yield alive
 
 
-def show_ds_config(model: nn.Module, ds_config: Mapping[str, Any]) -> None:
+def show_ds_config(
+    model: nn.Module, ds_config: Mapping[str, Any], is_partitioned: Callable[[torch.Tensor], bool]
+) -> None:
     """Have methods of transformers models see their ds_config; transformers has one for all models.
 
     Without it, `generate` does not wait for ranks whose sequences are longer, a resize finds no shapes, and encoders
-    that drop layers at random (wav2vec2) leave out other layers on each rank.
+    that drop layers at random (wav2vec2) leave out other layers on each rank. Replicated ones may do so.
     """
     methods: list[tuple[nn.Module, str]] = [
         (part, name) for part in transformers_models(model) for name in ("generate", "resize_token_embeddings")
     ]
-    methods += [(module, "forward") for module in model.modules() if _asks_for_zero3(type(module).forward)]
+    encoders = (module for module in model.modules() if _asks_for_zero3(type(module).forward))
+    methods += [(encoder, "forward") for encoder in encoders if any(map(is_partitioned, encoder.parameters()))]
     for module, name in methods:
         if hasattr(type(module), name):  # a method follows a deepcopy; LLaMA-Factory asks for its __func__
             setattr(module, name, types.MethodType(_with_config(type(module), name, ds_config), module))

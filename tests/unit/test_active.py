@@ -14,7 +14,7 @@ import torch
 import transformers.integrations.deepspeed as hf_deepspeed
 import transformers.modeling_utils as modeling_utils
 from torch import nn
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertModel, HubertConfig, HubertModel, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 from transformers.models.hubert import modeling_hubert
 
@@ -137,11 +137,24 @@ def test_a_method_that_sees_the_ds_config_is_one_to_its_callers() -> None:
     """As LLaMA-Factory's `patch_model` asks; a deepcopy has a method of its own."""
     model = LlamaForCausalLM(LlamaConfig(vocab_size=5, hidden_size=4, num_hidden_layers=1, num_attention_heads=1))
     signature = inspect.signature(model.generate)
-    show_ds_config(model, ZERO_3)
+    show_ds_config(model, ZERO_3, lambda _: True)
     assert "GenerationMixin" in str(model.generate.__func__)
     assert inspect.signature(model.generate) == signature
     copied = copy.deepcopy(model)
     assert copied.resize_token_embeddings.__self__ is copied
+
+
+@pytest.mark.parametrize("is_partitioned", [True, False])
+def test_an_encoder_sees_the_ds_config_if_it_is_partitioned(is_partitioned: bool) -> None:
+    sizes = {"hidden_size": 4, "num_attention_heads": 1, "num_hidden_layers": 1, "intermediate_size": 4}
+    sizes |= {"num_conv_pos_embeddings": 2, "num_conv_pos_embedding_groups": 1}
+    convolution = {"conv_dim": (4,), "conv_stride": (5,), "conv_kernel": (5,)}
+    model = HubertModel(HubertConfig(**sizes, **convolution, layerdrop=1.0, apply_spec_augment=False))
+    ran: list[nn.Module] = []
+    model.encoder.layers[0].register_forward_hook(lambda layer, *_: ran.append(layer))
+    show_ds_config(model, ZERO_3, lambda _: is_partitioned)
+    model.train()(torch.zeros(1, 50))
+    assert len(ran) == is_partitioned
 
 
 # -- the lock for loads of one process: who waits for it, and who gives up ---------------------------------------------
