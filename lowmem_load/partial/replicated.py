@@ -96,7 +96,7 @@ class ReplicatedPart:
             raise ConfigError(f"{listed(wrong)}: replicated parameters are trained in float32, bfloat16 or float16")
         numels = [parameter.numel() for parameter in trained.values()]
         self.groups = groups
-        self._flat = torch.zeros(sum(numels) + len(numels), device=device)
+        self._flat = torch.zeros(sum(numels) + len(numels), dtype=torch.float32, device=device)
         self._gradients, self._num_users = torch.split(self._flat, [sum(numels), len(numels)])
         for (name, p), piece in zip(trained.items(), torch.split(self._gradients, numels), strict=True):
             # In lower precision small updates would be rounded away.

@@ -66,6 +66,21 @@ def test_weights_alone_are_loaded_in_fp32() -> None:
     assert exact == ["a.weight", "a.bias", "b.weight"]
 
 
+def test_steps_are_in_fp32_whatever_the_default_dtype_is() -> None:
+    layers = two_layers()
+    before = layers["a"].weight.detach().clone()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        part = part_of(layers)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    part.optimizer = torch.optim.SGD(part.masters.values(), lr=1.0)
+    layers["a"](torch.full((1, 3), 1.0001)).sum().backward()
+    part.reduce()
+    part.step(1.0)
+    assert torch.equal(layers["a"].weight, before - 1.0001)
+
+
 def test_dtypes_are_checked() -> None:
     with pytest.raises(ConfigError, match=r"a\.weight \(torch\.float64\)"):
         part_of(two_layers(torch.float64))
