@@ -94,7 +94,7 @@ def load_into(
         rename: turns names in files into those of the module: a function from name to name (None or "" leaves a tensor
             out), or a mapping of regular expressions to their substitutes, which are applied in order. Default: the
             names stay, except that "model.", "module.", "state_dict." or "_orig_mod." is dropped if all begin with it.
-        strict: whether tensors that the module lacks, and other shapes, are errors in a load by names. Default: True.
+        strict: whether tensors that the module lacks are errors in a load by names. Default: True.
         skip: names, in `model` or in its transformers model, of parameters and buffers that the caller fills.
         build: function that builds the same module, to compute buffers that no file contains.
         partition: see `load_model`.
