@@ -76,9 +76,11 @@ def show_ds_config(
     ]
     encoders = (module for module in model.modules() if _asks_for_zero3(type(module).forward))
     methods += [(encoder, "forward") for encoder in encoders if any(map(is_partitioned, encoder.parameters()))]
+    with deepspeed_config(ds_config) as shown:  # made once, as that takes a millisecond
+        pass
     for module, name in methods:
         if hasattr(type(module), name):  # a method follows a deepcopy; LLaMA-Factory asks for its __func__
-            setattr(module, name, types.MethodType(_with_config(type(module), name, ds_config), module))
+            setattr(module, name, types.MethodType(_with_config(type(module), name, shown), module))
 
 
 def _asks_for_zero3(function: Any) -> bool:
@@ -86,10 +88,10 @@ def _asks_for_zero3(function: Any) -> bool:
     return code is not None and "is_deepspeed_zero3_enabled" in code.co_names
 
 
-def _with_config(cls: type, name: str, ds_config: Mapping[str, Any]) -> Callable[..., Any]:
+def _with_config(cls: type, name: str, shown: HfDeepSpeedConfig | None) -> Callable[..., Any]:
     @functools.wraps(getattr(cls, name))
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with deepspeed_config(ds_config):
+        with deepspeed_config(shown):
             return getattr(type(model), name)(model, *args, **kwargs)
 
     return call
