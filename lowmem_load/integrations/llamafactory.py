@@ -291,7 +291,7 @@ def load_handlers(options: Options) -> Handlers:
     """
 
     def load(_: Any, __: Any, model: nn.Module, name: str) -> None:
-        report = load_into(model, name)
+        report = load_into(model, name, download=not options.stream, share_reads=options.share_reads)
         if options.on_load is not None:
             options.on_load(report)
 

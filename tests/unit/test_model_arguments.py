@@ -1,4 +1,4 @@
-"""integrations/llamafactory.py: which forms of arguments `ModelEngine` takes, and which it refuses."""
+"""integrations/llamafactory.py: the arguments that `ModelEngine` takes and refuses, and those of the load of v1."""
 
 import enum
 from dataclasses import dataclass
@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.integrations import llamafactory
 from lowmem_load.integrations.llamafactory import DistConfig, ModelArguments, read_arguments
+from lowmem_load.load.load import Options
 
 DIST: dict[str, Any] = {"config_file": {"zero_optimization": {"stage": 3}}}
 
@@ -70,3 +73,11 @@ def test_unusable_arguments_are_named(model_args: Any, dist_config: Any, message
 def test_requests_that_cannot_be_streamed_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match=next(iter(values))):
         read_arguments({"model": "m", **values}, DIST)
+
+
+def test_the_load_of_v1_follows_the_options_of_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(llamafactory, "load_into", lambda *_, **kwargs: asked.update(kwargs))
+    [load] = llamafactory.load_handlers(Options(stream=True, share_reads="off")).values()
+    load(None, None, nn.Linear(1, 1), "org/model")
+    assert asked == {"download": False, "share_reads": "off"}
