@@ -71,16 +71,15 @@ def show_ds_config(
     Without it, `generate` does not wait for ranks whose sequences are longer, a resize finds no shapes, and encoders
     that drop layers at random (wav2vec2) leave out other layers on each rank. Replicated ones may do so.
     """
-    methods: list[tuple[nn.Module, str]] = [
-        (part, name) for part in transformers_models(model) for name in ("generate", "resize_token_embeddings")
-    ]
-    encoders = (module for module in model.modules() if _asks_for_zero3(type(module).forward))
-    methods += [(encoder, "forward") for encoder in encoders if any(map(is_partitioned, encoder.parameters()))]
     with deepspeed_config(ds_config) as shown:  # made once, as that takes a millisecond
         pass
-    for module, name in methods:
-        if hasattr(type(module), name):  # a method follows a deepcopy; LLaMA-Factory asks for its __func__
-            setattr(module, name, types.MethodType(_with_config(type(module), name, shown), module))
+    for module in model.modules():
+        names = ["generate", "resize_token_embeddings"] if isinstance(module, PreTrainedModel) else []
+        if _asks_for_zero3(type(module).forward) and any(map(is_partitioned, module.parameters())):
+            names.append("forward")
+        for name in names:
+            if hasattr(type(module), name):  # a method follows a deepcopy; LLaMA-Factory asks for its __func__
+                setattr(module, name, types.MethodType(_with_config(type(module), name, shown), module))
 
 
 def _asks_for_zero3(function: Any) -> bool:
