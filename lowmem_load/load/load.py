@@ -249,7 +249,7 @@ class Load:
 
 def find(call: Call, options: Options, ranks: RankGroup) -> None:
     """Have a call of a URL, or of a model on the Hub that is not downloaded, load from a folder. Collective."""
-    if is_url(call.path) or (options.stream and not os.path.exists(call.path)):
+    if is_url(call.path) or (options.stream and call.path and not os.path.exists(call.path)):
         with ranks.step("finding the files", name=call.name):
             call.move(*find_folder(call.path, call.kwargs, stream=options.stream, check=ranks.check))
 

@@ -125,8 +125,8 @@ class PretrainedCall(Call):
 
     def __init__(self, ordinary: Callable[..., Any], cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-        self.path = cls.__name__ if name is None else str(name)
-        self.name, self.kwargs = origin(self.path), kwargs
+        self.path = "" if name is None else str(name)  # a from_config, or a state_dict, has no files
+        self.name, self.kwargs = origin(self.path) or cls.__name__, kwargs
         self._ordinary, self._cls, self._args = ordinary, cls, args
 
     def move(self, folder: str, kwargs: dict[str, Any]) -> None:

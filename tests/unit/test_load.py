@@ -13,7 +13,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ll
 
 import lowmem_load
 from lowmem_load import ConfigError, UnsupportedError, get_load_report, load_model, plan
+from lowmem_load.distributed.steps import Alone
+from lowmem_load.load.load import Options, find
 from lowmem_load.load.load_into import IntoModule
+from lowmem_load.models.loader import TransformersCall
 from tests import builders
 
 STAGE_3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
@@ -52,6 +55,14 @@ def test_a_class_that_loads_in_its_own_way_has_no_plan(llama: str) -> None:
     for load in (functools.partial(plan, ds_config=STAGE_3, rank=0, world_size=2), lowmem_load.lazy):
         with pytest.raises(UnsupportedError, match="its class does not load through transformers' from_pretrained"):
             load(llama, auto_class=Own)
+
+
+def test_a_model_of_no_files_is_looked_for_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `from_config` under `install(download=False)`; the Hub has no model that is called like its class."""
+    monkeypatch.setattr("lowmem_load.load.load.find_folder", None)
+    call = TransformersCall(lambda *_: None, LlamaForCausalLM, (None,), {"config": LlamaConfig(), "state_dict": {}})
+    find(call, Options(stream=True), Alone())
+    assert call.name == "LlamaForCausalLM"
 
 
 @pytest.mark.parametrize("keyword", ["tp_plan", "tp_size"])
