@@ -120,7 +120,7 @@ class LocalFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._descriptor = self._direct = -1  # without the page cache
+        self._descriptor = self._direct = -1  # the latter reads past the page cache
         self._descriptor, status = self._call(_open_regular, path)
         _leave_room(self._descriptor)
         self.nbytes, self._opened_version = status.st_size, _version(status)
@@ -152,18 +152,19 @@ class LocalFile:
 
     def bypass_cache(self) -> bool:
         """Have large reads leave the page cache as it is. Returns False, and does nothing, where that cannot be."""
+        if not self._is_on_disk:  # mounts of networks and memory were not measured
+            return False
         descriptor = -1
         try:
-            if self._is_on_disk:  # mounts of networks and memory were not measured
-                descriptor = os.open(self.path_of_open, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-                os.preadv(descriptor, [_buffer.memory[:ALIGNMENT]], 0)
+            descriptor = os.open(self.path_of_open, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            os.preadv(descriptor, [_buffer.memory[:ALIGNMENT]], 0)
         except OSError:  # file systems refuse the one or the other
             if descriptor >= 0:
                 os.close(descriptor)
             return False
         self._direct = descriptor
         _leave_room(descriptor)
-        return descriptor >= 0
+        return True
 
     def _read_past_cache(self, offset: int, memory: memoryview) -> int:
         """Fill memory from its start on, and return how many bytes. What an error leaves is for an ordinary read."""
@@ -182,11 +183,12 @@ class LocalFile:
 
     def close(self) -> None:
         """See `ByteSource`."""
-        for descriptor in (self._descriptor, self._direct):
+        descriptors = self._descriptor, self._direct
+        self._descriptor = self._direct = -1  # first: these numbers may soon be those of other files
+        for descriptor in descriptors:
             if descriptor >= 0:
                 with contextlib.suppress(OSError):  # it is closed anyway, and nothing was written to it
                     os.close(descriptor)
-        self._descriptor = self._direct = -1
 
     __del__ = close
 
