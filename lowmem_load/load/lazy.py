@@ -219,18 +219,19 @@ class _LazyParameters(Unfilled):
 
     def __init__(self, reader: LazyReader) -> None:
         self._reader = reader
-        self._originals: list[Expression] = []  # kept: `_bound` knows their leaves by id
+        self._originals: list[Expression] = []  # kept: `_bound` knows their nodes by id
         self._bound: dict[int, Expression] = {}
 
     def make(self, plan: TargetPlan, parameter: nn.Parameter, _: Callable[[], None], /) -> Made:
         """See `Target`. What is in memory already stays there."""
         made, empty = parameter, [torch.empty(0, dtype=plan.dtype, device="cpu")]
         if isinstance(parameter, SymbolicTensor):
-            self._originals.append(parameter.expression)
-            for leaf in leaves(parameter.expression):
+            original = parameter.expression  # which is another object each time, where the parameter is a view
+            self._originals.append(original)
+            for leaf in leaves(original):
                 if isinstance(leaf, Source):  # see [Note: whose files]
                     self._bound.setdefault(id(leaf), replace(leaf, files=self._reader.executor.sources))
-            expression = substituted(parameter.expression, self._bound)
+            expression = substituted(original, self._bound)
             self._reader.leaves |= {id(leaf): leaf for leaf in leaves(expression)}
             with normal_tensors():
                 made = nn.Parameter(LazyTensor(expression, self._reader.now), parameter.requires_grad)

@@ -119,6 +119,16 @@ def test_dtypes_are_those_of_an_ordinary_load(
     assert_equal(model, expected)
 
 
+def test_weights_that_are_slices_of_others_keep_apart(tmp_path: Path) -> None:
+    """transformers cuts one tensor of the files into three weights. Of so many, some took the place of others."""
+    config = transformers.NomicBertConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=60, num_attention_heads=2
+    )
+    transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
+    assert "encoder.layers.0.attn.Wqkv.weight" in load_file(tmp_path / "model.safetensors")
+    assert_equal(lazy(tmp_path), transformers.AutoModel.from_pretrained(tmp_path))
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT's calls of transformers
 def test_what_looks_at_no_value_reads_nothing(path: str) -> None:
     import peft
