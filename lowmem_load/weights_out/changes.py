@@ -33,6 +33,11 @@ class Change(NamedTuple):
     """What differs in a tensor: `tensor.view(-1)[indices] = values`. `shape` is that of the full tensor.
 
     The indices are int32, or int64 for a tensor that has more elements than int32 can count. None comes twice.
+
+    Example:
+        for bucket in iter_weights(engine, changed_only=True):  # on every rank
+            for name, new in bucket:
+                num_changed = len(new.indices) if isinstance(new, Change) else new.numel()
     """
 
     indices: torch.Tensor
@@ -51,6 +56,7 @@ def apply_changes(state: Mapping[str, torch.Tensor], changes: Iterable[tuple[str
         ConfigError: a name is not in the state, or a shape, dtype or index does not fit it. Nothing was written then.
 
     Example:
+        state = {name: tensor.clone() for bucket in iter_weights(engine) for name, tensor in bucket}
         for bucket in iter_weights(engine, changed_only=True):  # on every rank
             apply_changes(state, bucket)
     """

@@ -13,7 +13,7 @@ import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -95,6 +95,8 @@ GIVEN: dict[str, list[str]] = {
         "engine client",
         "inference_model",
         "save_model engine=lora_engine llm LoRARequest prompts",
+        "engine state",
+        "vllm",
     ],
     "docs/howto/saving.md": ["engine"],
     "docs/howto/stores.md": ["load_model ds_config", "lowmem_load AutoTokenizer AutoModelForCausalLM installed zero3"],
@@ -238,6 +240,10 @@ SCRIPT: dict[str, Callable[[dict[str, Any]], Any]] = {
     # reinforcement learning
     **{name: lambda _, name=name: getattr(import_example("rlhf"), name) for name in ("TRAINED", "REFERENCE", "REWARD")},
     "client": lambda _: dict,
+    "vllm": lambda _: vllm_patches(),
+    "state": lambda script: {
+        name: tensor.clone() for bucket in lowmem_load.iter_weights(script["engine"]) for name, tensor in bucket
+    },
     "VLLMClient": lambda _: lambda *_, **__: Taker(),
     "send_to_inference": lambda _: lambda *_: None,
     "inference_model": lambda _: SimpleNamespace(load_weights=dict),
@@ -249,6 +255,16 @@ SCRIPT: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 MODULES = ("torch", "deepspeed", "lowmem_load", "sys", "warnings")
 PACKAGES = ("lowmem_load", "lowmem_load.llamafactory", "transformers", "peft", "diffusers", "sentence_transformers")
+
+
+def vllm_patches() -> ModuleType:
+    """Enters a stand-in for vLLM's module of patches, which is not installed here; returns its package."""
+    name = "vllm.model_executor.model_loader.checkpoint_weight_patch"
+    parts = name.split(".")
+    modules = {name: ModuleType(name) for name in (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))}
+    modules[name].CheckpointWeightPatch = modules[name].load_checkpoint_weight_patches = None  # type: ignore[attr-defined]
+    sys.modules.update(modules)
+    return modules["vllm"]
 
 
 class Values(dict[str, Any]):
