@@ -20,6 +20,7 @@ from lowmem_load.errors import CheckpointError
 from lowmem_load.files.memory import map_memory
 from lowmem_load.files.object_store import open_store, summary
 from lowmem_load.files.remote_file import Check, map_in_threads
+from lowmem_load.phases import no_callback
 from lowmem_load.text import plain_url
 
 PART_BYTES = 16 << 20
@@ -76,9 +77,12 @@ class StoreFolder:
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete files; those that are not there are gone already."""
-        for key in keys:
+
+        def delete(key: str) -> None:
             with self.open(key) as store, contextlib.suppress(FileNotFoundError):
                 obstore.delete(store, key)
+
+        map_in_threads(delete, keys, no_callback)
 
 
 class Upload:

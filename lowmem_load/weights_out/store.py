@@ -2,9 +2,9 @@
 
 [Note: all at once in a store] Nothing is there under the name of a file of weights until all files have been uploaded
 and all ranks have agreed. Then each rank completes its files, with one request for each, and the index comes last.
-Shards of a former save that have the same names would be a mixture with the new ones meanwhile. So what loaders look
-for goes away first, and the folder does not load until the new index is there. A single file takes the place of the
-former one at once. A former save with other names loads until it is removed, after the new index has come.
+Shards of a former save that have the same names would be a mixture with the new ones meanwhile, also for loaders that
+need no index. So that save goes away first, and the folder does not load until the new index is there. A single file
+takes the place of the former one at once. A former save with other names loads until it is removed, behind the new one.
 
 [Note: two saves to one place] Each save begins by writing its token into a file of one name. If the token is not there
 when all is uploaded, the save raises. So the later one of two saves wins, also over one that was killed.
@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import CheckpointError, PlanError
 from lowmem_load.files.remote_file import map_in_threads
 from lowmem_load.files.store_folder import StoreFolder, Upload
-from lowmem_load.phases import Phases
+from lowmem_load.phases import Phases, no_callback
 from lowmem_load.weights_out.buckets import PlannedTensor, Unit
 from lowmem_load.weights_out.folder import of_same_weights, opens
 from lowmem_load.weights_out.weight_files import FileLayout, cut
@@ -77,20 +77,25 @@ def write_to_store(
                             f"{url}: a second save to this folder has begun; give each a folder of its own"
                         )
                     mixed = [name for name in names if name in former and not opens(name)]
-                    gone = {old for old in of_same_weights(mixed, former) if opens(old)}
-                    folder.delete(map(str, gone))
+                    gone = of_same_weights(mixed, former)
+                    _delete(folder, gone)
             with ranks.step("completing the uploads", name=url):
-                for upload in uploads:
-                    upload.complete()
+                map_in_threads(Upload.complete, uploads, no_callback)
             with ranks.step("writing the index", name=url):
                 if is_first:
                     for name in others:
                         folder.put(str(name), (scratch / name).read_bytes())
-                    stale = sorted(former - gone - {*names, *others}, key=lambda old: (not opens(old), old))
-                    folder.delete([*map(str, stale), MARKER])
+                    _delete(folder, former - gone - {*names, *others})
+                    folder.delete([MARKER])
     except BaseException:
         _clean_up([upload.abort for upload in uploads] + [release] * is_first)
         raise
+
+
+def _delete(folder: StoreFolder, files: Collection[Path]) -> None:
+    """Delete files of weights, those that loaders look for first."""
+    for is_first in (True, False):
+        folder.delete([str(file) for file in files if opens(file) == is_first])
 
 
 def _upload(
