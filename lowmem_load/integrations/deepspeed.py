@@ -33,6 +33,7 @@ from lowmem_load.models.active import transformers_models
 from lowmem_load.models.saver import OURS, default_shard_size
 from lowmem_load.replaced import Handlers, holding
 from lowmem_load.resume.load_checkpoint import load_checkpoint
+from lowmem_load.text import size
 from lowmem_load.training_checkpoints.zero_checkpoint import saved_by
 from lowmem_load.weights_out.folder import refuse_url
 from lowmem_load.weights_out.rank_shards import ranks_of, unwrapped
@@ -69,12 +70,12 @@ def _check_load_order(model: nn.Module) -> None:
     for inner in transformers_models(model):  # with any partition, it was loaded under ZeRO-3, and added to since
         parameters = list(inner.parameters())
         if parameters and not any(map(is_partitioned, parameters)) and not fallback_of(inner):
-            mib = sum(parameter.numel() * parameter.element_size() for parameter in parameters) / 2**20
+            nbytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
             warnings.warn(
-                f"{type(inner).__name__}: every rank has all {mib:.1f} MiB of it, and ZeRO-3 partitions it only now, "
-                "because no ZeRO-3 configuration was active when it was loaded. First make TrainingArguments("
-                "deepspeed=...), Accelerator(deepspeed_plugin=...) or HfDeepSpeedConfig(...), keep it in a variable, "
-                "then call from_pretrained",
+                f"{type(inner).__name__} was loaded before ZeRO-3 was configured, so every rank has the full model "
+                f"({size(nbytes)}), and ZeRO-3 partitions it only now. Create TrainingArguments(deepspeed=...), "
+                "Accelerator(deepspeed_plugin=...) or HfDeepSpeedConfig(...) first, keep it in a variable, and then "
+                "call from_pretrained",
                 LoadOrderWarning,
                 stacklevel=outside_level(),
             )

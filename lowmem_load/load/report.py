@@ -151,7 +151,7 @@ class LoadReport(Phases):
         keeps |= {f"{size(self.whole_bytes)} full on every rank": self.whole_bytes}
         needed = f", {size(self.needed_bytes)} needed" if self.needed_bytes else ""  # not counted: read one by one
         read = f"{size(self.read_bytes)} of {size(self.file_bytes)} in the files{needed}"
-        cold = f", {self.cold_files} files not cached" if self.cold_files else ""
+        cold = f", {self.cold_files} file{'s' * (self.cold_files > 1)} not cached" if self.cold_files else ""
         cold += f", {self.direct_files} read past the cache" if self.direct_files else ""
         speed = f", {self.read_bytes / 1e9 / self.seconds['read']:.2f} GB/s" if self.seconds.get("read") else ""
         from_files = (

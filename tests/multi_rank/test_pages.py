@@ -1,4 +1,8 @@
-"""The Python code of the pages and docstrings runs as it is written, on two ranks, with small checkpoints."""
+"""The Python code of the pages and docstrings runs as it is written, on two ranks, with small checkpoints.
+
+Of the other blocks, test_docs.py parses the commands, because they install, compile or start a framework: the examples
+run in pipelines/test_examples.py, the frameworks in tests/frameworks. `text` shows output, and `diff` a proposal.
+"""
 
 import contextlib
 import gc

@@ -191,6 +191,14 @@ def test_targets_of_make_and_scripts_exist(document: Path) -> None:
     assert [script for script in scripts if not (ROOT / script).exists()] == []
 
 
+@pytest.mark.parametrize("document", OF_TODAY, ids=lambda path: str(path.relative_to(ROOT)))
+def test_examples_have_the_options_that_pages_pass(document: Path) -> None:
+    common = _text(ROOT / "examples" / "common.py")
+    for script, arguments in re.findall(r"\b(examples/\w+\.py) ([^#\n]*)", "\n".join(blocks(document, "bash"))):
+        known = re.findall(r'"(--[\w-]+)"', common + _text(ROOT / script))
+        assert set(re.findall(r"--[\w-]+", arguments)) <= set(known), script
+
+
 def test_the_readme_uses_public_names_alone() -> None:
     assert _names(_text(README))
     assert _private_names(_text(README)) == set()

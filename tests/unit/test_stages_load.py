@@ -194,7 +194,7 @@ def test_cold_files_are_read_by_more_threads_and_faults_are_met_as_before(
         found[is_warm], report = model.state_dict(), get_load_report(model)
         num_files = len(list(path.glob("*.safetensors")))
         assert report.cold_files == (0 if is_warm else num_files)
-        assert (f"{num_files} files not cached" in str(report)) is not is_warm
+        assert ("not cached" in str(report)) is not is_warm
         assert executors[-1].num_threads == (executors[0].num_threads if is_warm else MAX_IN_FLIGHT)
     assert executors[0].num_threads < MAX_IN_FLIGHT
     assert "Input/output error (1x)" in report.notes[0]
