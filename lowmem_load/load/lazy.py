@@ -36,11 +36,11 @@ from lowmem_load.models.active import load_lock, on_host, transformers_models
 from lowmem_load.models.loader import Call
 from lowmem_load.models.saver import OURS, default_shard_size
 from lowmem_load.phases import computing, no_callback
-from lowmem_load.planning.expression import Concat, Expression, Source, Strided, children, leaves, substituted
+from lowmem_load.planning.expression import Computed, Concat, Expression, Source, Strided, children, leaves, substituted
 from lowmem_load.planning.load_plan import Costs, TargetPlan, in_common_order
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.renamed import renamed_keywords
-from lowmem_load.symbolic.initialise import SharedValue
+from lowmem_load.symbolic.initialise import WRITTEN, SharedValue
 from lowmem_load.symbolic.lazy import (
     KEEPING,
     LazyTensor,
@@ -167,7 +167,7 @@ class LazyReader:
     """Reads for the parameters of one lazy model, and keeps its report.
 
     Any number of threads may use it; they take turns. Processes that are forked off have threads of their own.
-    `leaves` are those of the expressions that the load has given the parameters, by id.
+    `leaves` are those of the expressions that the load has given the parameters, by id, without what it initialized.
 
     Raises CheckpointError if a file cannot be read, or has changed since the load: files are compared after each read.
 
@@ -232,7 +232,9 @@ class _LazyParameters(Unfilled):
                 if isinstance(leaf, Source):  # see [Note: whose files]
                     self._bound.setdefault(id(leaf), replace(leaf, files=self._reader.executor.sources))
             expression = substituted(original, self._bound)
-            self._reader.leaves |= {id(leaf): leaf for leaf in leaves(expression)}
+            for leaf in leaves(expression):
+                if not (isinstance(leaf, Computed) and leaf.operation == WRITTEN):  # each rank may have drawn others
+                    self._reader.leaves[id(leaf)] = leaf
             with normal_tensors():
                 made = nn.Parameter(LazyTensor(expression, self._reader.now), parameter.requires_grad)
         return made, empty

@@ -18,6 +18,9 @@ PAGES_NBYTES = 128 << 10  # smallest block that gets pages of its own: the defau
 UNINITIALISED = "torch.empty"
 """Operation of the `Computed` that stands for a parameter before it is initialized."""
 
+WRITTEN = "initialized"
+"""Operation of the `Computed` that stands for a parameter after it was initialized."""
+
 INITIALISED = "initialized on this rank"
 """Origin of the values of a parameter that is not in the checkpoint."""
 
@@ -148,4 +151,4 @@ def _replay(before: Expression, log: Sequence[_Write], num_writes: int) -> Expre
             with_random_state(state, functools.partial(change, full))
         return full
 
-    return Computed("initialized", compute, (before,), before.shape, before.dtype)
+    return Computed(WRITTEN, compute, (before,), before.shape, before.dtype)
