@@ -258,7 +258,7 @@ class Wrapper(nn.Module):
         self.register_buffer("again", self.count)
 
 
-def beside_others(path: str) -> None:
+def next_to_others(path: str) -> None:
     """Buffers next to the model keep rank 0's values, and a head needs some: on meta it has none."""
     lowmem_load.install()
     device = "cpu" if torch.distributed.get_rank() == 0 else "meta"
@@ -414,7 +414,7 @@ def fail_to_send(path: str) -> None:
 
 
 SCRIPTS: tuple[Callable[[str], None], ...] = (
-    *(with_moved_names, beside_others, for_trainer, as_trl, keep_identity, train_early, draw_missing),
+    *(with_moved_names, next_to_others, for_trainer, as_trl, keep_identity, train_early, draw_missing),
     fail_to_send,
 )
 

@@ -163,10 +163,10 @@ def load_corner_cases(llama: str, half: str) -> None:
     torch.manual_seed(42)
     with streaming(FP32):
         LlamaForSequenceClassification.from_pretrained(llama, dtype=torch.float32)  # draws random numbers for its head
-    after_streamed = torch.rand(1).item()
+    after_ours = torch.rand(1).item()
     torch.manual_seed(42)
     LlamaForSequenceClassification.from_pretrained(llama, dtype=torch.float32)
-    assert after_streamed == torch.rand(1).item()
+    assert after_ours == torch.rand(1).item()
 
     model = load_model(llama, {"zero_optimization": {"stage": 0}}, torch_dtype=torch.bfloat16)
     assert model.dtype == torch.bfloat16

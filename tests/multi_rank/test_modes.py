@@ -165,7 +165,7 @@ def test_modes_equal_the_default(checkpoints: Path, tmp_path: Path, num_ranks: i
         pytest.skip(f"the others passed; not compiled, or not for this device: {sorted({*names} - {*chosen})}")
 
 
-def load_beside_a_live_model(path: str, folder: str) -> None:
+def load_next_to_a_live_model(path: str, folder: str) -> None:
     """Rank function: what a second model may do to the first one's swap files, and a disk that is too full for both."""
 
     def config(**offload: Any) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def load_beside_a_live_model(path: str, folder: str) -> None:
 def test_swap_files_of_a_live_model_are_safe(checkpoints: Path, tmp_path: Path) -> None:
     skip_unless_compiled(["async_io"])
     path = builders.tiny_llama(checkpoints, vocab_size=VOCAB_SIZE)
-    run_ranks(load_beside_a_live_model, str(path), str(tmp_path))
+    run_ranks(load_next_to_a_live_model, str(path), str(tmp_path))
 
 
 PARALLEL: dict[str, tuple[str, dict[str, Any], int]] = {

@@ -266,7 +266,7 @@ def hub_of(folders: dict[str, Path], **behaviour: Any) -> Iterator[Hub]:
         yield Hub(server.url, server.files.url)
 
 
-def assert_shards_are_streamed(reference: Any) -> None:
+def assert_shards_are_read_by_ranges(reference: Any) -> None:
     """Load onto a mesh, and by a `DistributedConfig` in a script. The caller sees whether weights were downloaded."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -301,7 +301,7 @@ def load_from_the_hub(place: Place, hub: Hub, case: Case) -> list[str]:
                 "org/model", dtype=torch.bfloat16, token="hub-token"
             )
         assert differences(again, reference) == []
-        assert_shards_are_streamed(reference)
+        assert_shards_are_read_by_ranges(reference)
         _, at_files = hub.stats()
         assert at_files["authorized"] == 0
         assert at_files["bytes_sent"] > 0

@@ -31,7 +31,7 @@ def part_of(params: dict[str, Any], **engine: Any) -> PartitionedPart:
         ("Adam", {"lr": 0.5, "adam_w_mode": False}, torch.optim.Adam),
     ],
 )
-def test_beside_an_optimizer_in_host_memory_torch_steps_the_other_parameters(
+def test_next_to_an_optimizer_in_host_memory_torch_steps_the_other_parameters(
     name: str, params: dict[str, Any], expected: type[torch.optim.Optimizer]
 ) -> None:
     part = part_of(params, optimizer_name=lambda: name, zero_use_cpu_optimizer=lambda: True)

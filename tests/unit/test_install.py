@@ -96,7 +96,7 @@ class Unfillable(LlamaForCausalLM):  # type: ignore[misc]
 @pytest.mark.parametrize(
     ("options", "of_run", "is_left"), [({}, "1", True), ({"strict": True}, "1", False), ({}, "strict", False)]
 )
-def test_a_sharded_load_that_cannot_be_streamed_is_left_to_transformers(
+def test_a_sharded_load_that_is_not_supported_falls_back_to_transformers(
     options: dict[str, Any], of_run: str, is_left: bool, llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     distributed = pytest.importorskip("transformers.distributed")

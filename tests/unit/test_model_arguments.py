@@ -70,7 +70,7 @@ def test_unusable_arguments_are_named(model_args: Any, dist_config: Any, message
 
 
 @pytest.mark.parametrize("values", [{"quant_config": {"bits": 4}}, {"model_class": "cls"}])
-def test_requests_that_cannot_be_streamed_are_refused(values: dict[str, Any]) -> None:
+def test_requests_that_are_not_supported_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match=next(iter(values))):
         read_arguments({"model": "m", **values}, DIST)
 

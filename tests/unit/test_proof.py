@@ -223,7 +223,7 @@ def test_copies_that_do_not_fall_into_rows_take_a_bitmap(
 
 
 @pytest.mark.usefixtures("no_bitmap")
-def test_many_copies_beside_one_are_proved_without_pairing_them() -> None:
+def test_many_copies_next_to_one_are_proved_without_pairing_them() -> None:
     """20 000 rows of a column each a copy of its own, next to one copy of the other columns; none is skipped."""
     rows = 20_000
     copies = [nest(0, (rows, 4), (9, 1)), *(run(9 * row + 4, 5) for row in range(rows))]

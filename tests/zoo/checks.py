@@ -216,7 +216,7 @@ def _compare(case: Case, method: str, precision: str, save_to: Path | None) -> d
             return {"unshardable": _where(error)}
         found = [f"{name} differs" for name in differing(model, reference)]
     else:
-        load = _default if method == "default" else _streamed
+        load = _default if method == "default" else _ours
         model, keys = load(cls, case.path, parity.BF16 if precision == "bf16" else parity.FP32, dtype)
         found = parity.differences(model, reference)
     if method == "default":  # garbage by design; see docs of lowmem_load.zero3
@@ -283,7 +283,7 @@ def _ordinary(cls: Any, path: str, dtype: torch.dtype) -> tuple[nn.Module, dict[
     return model, info
 
 
-def _streamed(cls: Any, path: str, ds_config: Any, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
+def _ours(cls: Any, path: str, ds_config: Any, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
     model = load_model(path, ds_config, auto_class=cls)
     report = get_load_report(model)
     return model, report.loading_info
