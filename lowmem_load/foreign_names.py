@@ -154,6 +154,7 @@ class ForeignName:
         loss: what a user loses where it is missing; "" if nothing works without it. Names with the same loss are
             replaced together or not at all.
         since, until: the releases that have it. Others need not have it.
+        takes: the parameters that handlers use, without `self`: the first ones in their order, and others after a "*".
         owner: the subclass whose method is meant, see `of`.
     """
 
@@ -163,6 +164,7 @@ class ForeignName:
     loss: str = ""
     since: str = ""
     until: str = ""
+    takes: str = ""
     owner: type | None = None
 
     def of(self, owner: type) -> ForeignName:
@@ -170,7 +172,7 @@ class ForeignName:
         return replace(self, owner=owner)
 
     def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
+        return f"{self.module}.{self.name}" + f"({', '.join(self.takes.split())})" * bool(self.takes)
 
 
 # -- transformers: loads -----------------------------------------------------------------------------------------------
@@ -178,12 +180,15 @@ class ForeignName:
 _transformers = functools.partial(ForeignName, TRANSFORMERS)
 _modeling = functools.partial(_transformers, "transformers.modeling_utils")
 _collecting = functools.partial(_transformers, "transformers.core_model_loading")
+_OF_SHARDS = "pretrained_model_name_or_path index_filename"
 _EXPERTS = "planning a model of many experts takes twice the time and memory"
 
-FROM_PRETRAINED = _modeling("PreTrainedModel.from_pretrained")
-FROM_CONFIG = _modeling("PreTrainedModel._from_config")
-LOAD_PRETRAINED_MODEL = _modeling("PreTrainedModel._load_pretrained_model")
-FINALIZE_MODEL_LOADING = _modeling("PreTrainedModel._finalize_model_loading")
+FROM_PRETRAINED = _modeling("PreTrainedModel.from_pretrained", takes="pretrained_model_name_or_path")
+FROM_CONFIG = _modeling("PreTrainedModel._from_config", takes="config")
+LOAD_PRETRAINED_MODEL = _modeling(
+    "PreTrainedModel._load_pretrained_model", takes="model state_dict checkpoint_files load_config"
+)
+FINALIZE_MODEL_LOADING = _modeling("PreTrainedModel._finalize_model_loading", takes="model load_config loading_info")
 GET_INIT_CONTEXT = _modeling("PreTrainedModel.get_init_context")
 INIT_WEIGHTS = _modeling("PreTrainedModel.init_weights")
 INITIALIZE_WEIGHTS = _modeling("PreTrainedModel.initialize_weights")
@@ -191,13 +196,13 @@ LOAD_ADAPTER = _modeling("PreTrainedModel.load_adapter")
 MODEL_INIT = _modeling("PreTrainedModel.__init__")
 TIED_WEIGHTS_KEYS = _modeling("PreTrainedModel.get_expanded_tied_weights_keys")
 RESOLVE_FILES = _modeling("_get_resolved_checkpoint_files")
-SAFE_OPEN = _modeling("safe_open")
-LOAD_STATE_DICT = _modeling("load_state_dict")
-SHARD_FILES = _modeling("get_checkpoint_shard_files")
+SAFE_OPEN = _modeling("safe_open", takes="filename")
+LOAD_STATE_DICT = _modeling("load_state_dict", takes="checkpoint_file")
+SHARD_FILES = _modeling("get_checkpoint_shard_files", takes=_OF_SHARDS)
 IS_ON_HF_MOUNT = _modeling("_is_on_hf_mount", "files on a mount of the Hub are read in full before the load")
-DEEPCOPY = _collecting("deepcopy", _EXPERTS)
-SPAWN_MATERIALIZE = _collecting("spawn_materialize", _EXPERTS)
-SORTING_KEY = _collecting("dot_natural_key", _EXPERTS)
+DEEPCOPY = _collecting("deepcopy", _EXPERTS, takes="x")
+SPAWN_MATERIALIZE = _collecting("spawn_materialize", _EXPERTS, takes="thread_pool tensor device dtype")
+SORTING_KEY = _collecting("dot_natural_key", _EXPERTS, takes="s")
 
 # What transformers asks while it loads. Its other modules ask functions that look at the configuration, whose reference
 # is replaced, too. Axolotl puts its own answer in both places of `is_deepspeed_zero3_enabled`.
@@ -225,33 +230,51 @@ VALIDATE_ENVIRONMENT = _quantizer("HfQuantizer.validate_environment")
 UPDATE_CONVERSIONS = _quantizer(
     "HfQuantizer.update_weight_conversions", f"experts of compressed-tensors {_WHOLE}", since="5.8.0"
 )
-INKLING_EXPERTS = _collecting("Inkling2LoopDequantizeExperts.convert", f"experts of Inkling 2 {_WHOLE}", since="5.24.0")
-FP8_DEQUANTIZE = _transformers(
-    "transformers.integrations.finegrained_fp8", "Fp8Dequantize._dequantize_one", _PARTIAL, since="5.8.0"
+INKLING_EXPERTS = _collecting(
+    "Inkling2LoopDequantizeExperts.convert", f"experts of Inkling 2 {_WHOLE}", since="5.24.0", takes="input_dict"
 )
-MXFP4_DEQUANTIZE = _transformers("transformers.integrations.mxfp4", "convert_moe_packed_tensors")
+FP8_DEQUANTIZE = _transformers(
+    "transformers.integrations.finegrained_fp8",
+    "Fp8Dequantize._dequantize_one",
+    _PARTIAL,
+    since="5.8.0",
+    takes="quantized scales",
+)
+MXFP4_DEQUANTIZE = _transformers(
+    "transformers.integrations.mxfp4", "convert_moe_packed_tensors", takes="blocks scales * dtype"
+)
 WARM_UP = _modeling("caching_allocator_warmup", _TWICE)
-NEW_PARAMS_4BIT = _bitsandbytes("Params4bit.__new__")
-PACKED_PARAMS_4BIT = _bitsandbytes("Params4bit.from_prequantized")
-UNPACK_FP4 = _compressors("compressed_tensors.compressors.nvfp4.base", "unpack_fp4_from_uint8", _UNPACKED)
-UNPACK_INT4 = _compressors("compressed_tensors.compressors.pack_quantized.base", "unpack_from_int32", _UNPACKED)
+NEW_PARAMS_4BIT = _bitsandbytes("Params4bit.__new__", takes="data")
+PACKED_PARAMS_4BIT = _bitsandbytes(
+    "Params4bit.from_prequantized", takes="data quantized_stats requires_grad device module"
+)
+UNPACK_FP4 = _compressors(
+    "compressed_tensors.compressors.nvfp4.base", "unpack_fp4_from_uint8", _UNPACKED, takes="a m n dtype"
+)
+UNPACK_INT4 = _compressors(
+    "compressed_tensors.compressors.pack_quantized.base",
+    "unpack_from_int32",
+    _UNPACKED,
+    takes="value num_bits shape packed_dim",
+)
 
 # -- saves; the last three under `install`, where engines train --------------------------------------------------------
 
 _peft = functools.partial(ForeignName, PEFT, "peft.peft_model")
+_OF_FILE = "tensors filename metadata"
 _DEFAULT_SAVE = "gathers the weights, if the ds_config allows it"
 _EMPTY = "save_pretrained writes partitioned parameters as empty tensors; call lowmem_load.save_model"
 
-WRITE_WEIGHTS = _modeling("safe_save_file")
-WRITE_ADAPTER = _peft("safe_save_file")
+WRITE_WEIGHTS = _modeling("safe_save_file", takes=_OF_FILE)
+WRITE_ADAPTER = _peft("safe_save_file", takes=_OF_FILE)
 NUM_PARAMETERS = _modeling("PreTrainedModel.num_parameters")
 SHOULD_SAVE = _modeling("PreTrainedModel.should_save_on_this_rank", since="5.15.0")
 SAVE_CONFIG = _transformers("transformers.configuration_utils", "PretrainedConfig.save_pretrained")
 SAVE_GENERATION_CONFIG = _transformers(
     "transformers.generation.configuration_utils", "GenerationConfig.save_pretrained"
 )
-MODEL_SAVE = _modeling("PreTrainedModel.save_pretrained", _EMPTY)
-ADAPTER_SAVE = _peft("PeftModel.save_pretrained", _EMPTY)
+MODEL_SAVE = _modeling("PreTrainedModel.save_pretrained", _EMPTY, takes="save_directory * state_dict is_main_process")
+ADAPTER_SAVE = _peft("PeftModel.save_pretrained", _EMPTY, takes="save_directory * is_main_process")
 TRAINER_SAVE = _transformers("transformers.trainer", "Trainer.save_model", f"Trainer.save_model {_DEFAULT_SAVE}")
 
 # -- DeepSpeed ---------------------------------------------------------------------------------------------------------
@@ -261,9 +284,9 @@ _partitioning = functools.partial(ForeignName, DEEPSPEED, "deepspeed.runtime.zer
 _OWN = "deepspeed.initialize and the engine's loads and saves are DeepSpeed's own; loads for ZeRO-3 are refused"
 _UNREAD = "every rank reads the full lazy model before ZeRO-3 partitions it"
 
-INITIALIZE = _engine("initialize", _OWN)
-LOAD_CHECKPOINT = _engine("DeepSpeedEngine.load_checkpoint", _OWN)
-PARTITION = _partitioning("Init._convert_to_zero_parameters", _UNREAD)
+INITIALIZE = _engine("initialize", _OWN, takes="* model config")
+LOAD_CHECKPOINT = _engine("DeepSpeedEngine.load_checkpoint", _OWN, takes="load_dir tag")
+PARTITION = _partitioning("Init._convert_to_zero_parameters", _UNREAD, takes="param_list")
 BROADCAST_MODEL = _engine("DeepSpeedEngine._broadcast_model", _UNREAD)
 
 # -- accelerate, and axolotl's copy of it ------------------------------------------------------------------------------
@@ -277,13 +300,15 @@ _READS_WHOLE = "every rank reads the full FSDP2 model if its optimizer is made b
 _TIES = "accelerate ties what a configuration ties, also where the files have two tensors"
 _UNNOTICED = "FSDP2 goes unnoticed where an Accelerator asks for it and no variable does: accelerate loads these models"
 
-ACCELERATE_FILL = _fsdp_utils("fsdp2_load_full_state_dict", _BROADCASTS)
-AXOLOTL_FILL = _axolotl("fsdp2_load_full_state_dict", _BROADCASTS)
+ACCELERATE_FILL = _fsdp_utils("fsdp2_load_full_state_dict", _BROADCASTS, takes="accelerator model full_sd")
+AXOLOTL_FILL = _axolotl("fsdp2_load_full_state_dict", _BROADCASTS, takes="_accelerator model full_sd")
 PREPARE_FSDP2 = _accelerator("Accelerator._prepare_fsdp2", _READS_WHOLE)
 PREPARE_MODEL = (_fsdp_utils("fsdp2_prepare_model", _TIES), _accelerator("fsdp2_prepare_model", _TIES))
 SHARED_STATE = _state("AcceleratorState._shared_state", _UNNOTICED)
 """Looked at, and not replaced."""
-GET_STATE_DICT = _accelerator("Accelerator.get_state_dict", f"Accelerator.get_state_dict {_DEFAULT_SAVE}")
+GET_STATE_DICT = _accelerator(
+    "Accelerator.get_state_dict", f"Accelerator.get_state_dict {_DEFAULT_SAVE}", takes="model"
+)
 
 # -- diffusers ---------------------------------------------------------------------------------------------------------
 
@@ -296,16 +321,25 @@ _LOADS_WHOLE = "nothing warns that from_single_file loads full models on every r
 _REFUSED = "pipelines that one rank loads by itself are refused"
 _EMPTY_MODELS = "save_pretrained of diffusers writes empty parameters under ZeRO-3, and fails under FSDP2"
 
-DIFFUSERS_FROM_PRETRAINED = _in_models("ModelMixin.from_pretrained", "every rank loads diffusers' models in full")
+DIFFUSERS_FROM_PRETRAINED = _in_models(
+    "ModelMixin.from_pretrained",
+    "every rank loads diffusers' models in full",
+    takes="pretrained_model_name_or_path",
+)
 DIFFUSERS_SINGLE_FILE = _single_file("FromOriginalModelMixin.from_single_file", _LOADS_WHOLE)
 DIFFUSERS_PIPELINE = _pipelines("DiffusionPipeline.from_pretrained", _REFUSED)
-DIFFUSERS_SAVE = _in_models("ModelMixin.save_pretrained", _EMPTY_MODELS)
-DIFFUSERS_LOAD = _in_models("ModelMixin._load_pretrained_model")
-DIFFUSERS_STATE_DICTS = (_in_models("load_state_dict"), _in_loading("load_state_dict"))
-DIFFUSERS_SHARD_FILES = _in_models("_get_checkpoint_shard_files")
-DIFFUSERS_SET_TENSOR = _in_loading("set_module_tensor_to_device")
+DIFFUSERS_SAVE = _in_models(
+    "ModelMixin.save_pretrained", _EMPTY_MODELS, takes="save_directory * is_main_process max_shard_size variant"
+)
+DIFFUSERS_LOAD = _in_models("ModelMixin._load_pretrained_model", takes="model * is_parallel_loading_enabled")
+DIFFUSERS_STATE_DICTS = (
+    _in_models("load_state_dict", takes="checkpoint_file"),
+    _in_loading("load_state_dict", takes="checkpoint_file"),
+)
+DIFFUSERS_SHARD_FILES = _in_models("_get_checkpoint_shard_files", takes=_OF_SHARDS)
+DIFFUSERS_SET_TENSOR = _in_loading("set_module_tensor_to_device", takes="module tensor_name * value")
 DIFFUSERS_EMPTY_WEIGHTS = _diffusers("accelerate", "init_empty_weights")
-DIFFUSERS_WRITE = _diffusers("safetensors.torch", "save_file")
+DIFFUSERS_WRITE = _diffusers("safetensors.torch", "save_file", takes=_OF_FILE)
 
 # -- TRL and LLaMA-Factory ---------------------------------------------------------------------------------------------
 
@@ -318,11 +352,13 @@ SYNC_WEIGHTS = _vllm("VLLMGeneration.sync_weights", _GATHERS)
 ITER_NAMED_PARAMS = _vllm("VLLMGeneration._iter_named_params", _GATHERS)
 WEIGHT_METADATA = _vllm("VLLMGeneration._weight_metadata", _GATHERS)
 """Set on objects, and not replaced."""
-LLAMAFACTORY_LOAD = _fsdp2("FSDP2Engine._load_weights_from_hf_checkpoint", _UNCHECKED)
+LLAMAFACTORY_LOAD = _fsdp2("FSDP2Engine._load_weights_from_hf_checkpoint", _UNCHECKED, takes="model hf_model_path")
 
 # -- torch: reads the memory of lazy tensors past its dispatcher -------------------------------------------------------
 
-MESH_SCATTER = ForeignName(TORCH, "torch.distributed.tensor.placement_types", "mesh_scatter")
+MESH_SCATTER = ForeignName(
+    TORCH, "torch.distributed.tensor.placement_types", "mesh_scatter", takes="output scatter_list"
+)
 FLATTEN_TENSORS = ForeignName(TORCH, "torch.distributed.fsdp._flat_param", "FlatParamHandle.flatten_tensors")
 ASSIGNED_DATA = ForeignName(TORCH, "torch.nn", "Parameter.data")
 """A property, which `symbolic/lazy.py` replaces by itself while there are lazy models."""

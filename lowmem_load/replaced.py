@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch.compiler import is_compiling
 
-from lowmem_load.errors import FallbackWarning, outside_level
+from lowmem_load.errors import FallbackWarning, IncompatibleVersionError, outside_level
 from lowmem_load.foreign_names import (
     ForeignName,
     Releases,
@@ -33,7 +33,11 @@ from lowmem_load.phases import no_callback
 
 T = TypeVar("T")
 
-Handler: TypeAlias = Callable[..., Any]  # called with the function that it replaces, then the arguments of the call
+Handler: TypeAlias = Callable[..., Any]
+"""Is called with the function that it replaces, then the arguments of the call.
+
+It calls those that it uses as the function and the table do, and passes on all others, because later releases add some.
+"""
 Handlers: TypeAlias = Mapping[ForeignName, Handler]
 _Block: TypeAlias = dict[Callable[..., Any], Handler]  # the handlers by dispatcher; empty when the block is over
 
@@ -82,7 +86,7 @@ def replaced(handlers: Handlers, *, everywhere: bool = False) -> Iterator[None]:
     try:
         for name in usable_names(handlers):
             places.append(_enter(*_location(name)))
-            block[places[-1].dispatch] = _tolerant(name, handlers[name]) if name.loss else handlers[name]
+            block[places[-1].dispatch] = _tolerant(name, handlers[name])
         if everywhere:
             _EVERYWHERE.append(block)
         else:
@@ -98,24 +102,22 @@ def replaced(handlers: Handlers, *, everywhere: bool = False) -> Iterator[None]:
 
 
 def _tolerant(name: ForeignName, handler: Handler) -> Handler:
-    """Return a handler of an optional name that leaves calls to the function itself which have arguments it lacks."""
-    signature = inspect.signature(handler)
-    fitting: set[tuple[object, ...]] = set()  # forms of calls: `bind` takes longer than most handlers do
+    """Return a handler that leaves calls which do not fit it to the function itself, and says so if that takes them."""
 
     def handle(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        form = len(args), *kwargs
-        if form not in fitting:
-            try:
-                signature.bind(ordinary, *args, **kwargs)
-            except TypeError as error:
-                package, _, newest = name.releases
-                warn_of_loss(
-                    f"{name} of {package} {installed_release(package)} is called with other arguments than in "
-                    f"{newest} ({error}), so {name.loss}"
-                )
-                return ordinary(*args, **kwargs)
-            fitting.add(form)
-        return handler(ordinary, *args, **kwargs)
+        try:
+            return handler(ordinary, *args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # the handler has begun
+                raise
+            misfit = str(error)
+        result = ordinary(*args, **kwargs)  # raises its own error where the caller is wrong
+        package, _, newest = name.releases
+        text = f"{name} of {package} {installed_release(package)} is called with other arguments than in {newest}"
+        if not name.loss:
+            raise IncompatibleVersionError(f"{text} ({misfit}); install {package}=={newest}, or a newer lowmem_load")
+        warn_of_loss(f"{text} ({misfit}), so {name.loss}")
+        return result
 
     return handle
 
@@ -160,16 +162,34 @@ def warn_of_loss(text: str) -> None:
 
 
 def is_there(name: ForeignName) -> bool:
-    """Return whether a module or class has the function, which no `__getattr__` makes up. Imports the module."""
+    """Return whether a module or class has the function, with the parameters that are used. Imports the module.
+
+    What a `__getattr__` makes up does not count.
+    """
     try:
         owner, attribute = _location(name)
     except ImportError:
         return False
     if not isinstance(owner, type):
         values = getattr(owner, "__dict__", {})
-        return attribute in values and (values[attribute] is None or callable(values[attribute]))
+        return attribute in values and (values[attribute] is None or _fits(values[attribute], name))
     holder = next((cls for cls in owner.__mro__ if attribute in vars(cls)), None)
-    return holder is not None and callable(getattr(holder, attribute))
+    return holder is not None and _fits(getattr(holder, attribute), name)
+
+
+def _fits(function: Any, name: ForeignName) -> bool:
+    """Return whether this is a function, with the parameters that are used if it is the package's own."""
+    if not callable(function):
+        return False
+    function = inspect.unwrap(function)
+    # What others define, or have put there, may take its arguments in any form, such as *args.
+    if not name.takes or str(function.__module__).partition(".")[0] != name.module.partition(".")[0]:
+        return True
+    parameters = [each for each in inspect.signature(function).parameters.values() if each.name not in ("self", "cls")]
+    first, _, others = name.takes.partition("*")
+    positional = [each.name for each in parameters if each.kind <= each.POSITIONAL_OR_KEYWORD]
+    by_name = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    return positional[: len(first.split())] == first.split() and by_name >= set(others.split())
 
 
 def _location(name: ForeignName) -> tuple[Any, str]:

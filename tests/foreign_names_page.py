@@ -10,9 +10,12 @@ PAGE = REPO / "docs" / "development" / "foreign_names.md"
 HEAD = """# Foreign names
 
 lowmem_load replaces these functions and attributes of other packages during a load or save, or from `install()` on, and
-then puts them back. Before it replaces anything, it checks that they exist. Where a release lacks a *required* one, it
-raises `IncompatibleVersionError`; for any other it warns, and the table says what is lost. "Until 5.12": the last
-release that has it. Written by `python -m tests.foreign_names_page` from `lowmem_load/foreign_names.py`.
+then puts them back. Before it replaces anything, it checks that they exist, and that they take the parameters in
+parentheses: those before a `*` as the first ones, in this order, and those after it by name. It passes on all others.
+If a function was defined or replaced by another package, its parameters are not checked. Where a release lacks a
+*required* function, or changes these parameters, lowmem_load raises `IncompatibleVersionError`; for any other it warns,
+and the table says what is lost. "Until 5.12": the last release that has it. Written by `python -m
+tests.foreign_names_page` from `lowmem_load/foreign_names.py`.
 """
 
 

@@ -95,8 +95,8 @@ def made_real(make_real: Callable[[torch.Tensor], torch.Tensor]) -> contextlib.A
     `distributed/fsdp/_flat_param.py`, `FlatParamHandle.flatten_tensors`.
     """
 
-    def scatter(ordinary: Any, output: torch.Tensor, parts: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        return ordinary(output, [make_real(part) for part in parts], *args, **kwargs)
+    def scatter(ordinary: Any, output: Any, scatter_list: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        return ordinary(output, [make_real(part) for part in scatter_list], *args, **kwargs)
 
     def flatten(ordinary: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return make_real(ordinary(*args, **kwargs))

@@ -141,31 +141,31 @@ def _prepare_all(ordinary: Any, *args: Any, **kwargs: Any) -> Any:
         return ordinary(*args, **kwargs)
 
 
-def _prepare_model(ordinary: Any, accelerator: Any, model: nn.Module) -> Any:
+def _prepare_model(ordinary: Any, *args: Any, **kwargs: Any) -> Any:
     """Keep apart what transformers has found to differ: accelerate ties by the configuration, and loses one of two."""
     with ties_kept():
-        return ordinary(accelerator, model)
+        return ordinary(*args, **kwargs)
 
 
 # -- ZeRO-3 ------------------------------------------------------------------------------------------------------------
 
 
-def _partition(ordinary: Callable[..., None], init: Any, parameters: Iterable[nn.Parameter]) -> None:
+def _partition(ordinary: Any, init: Any, param_list: Iterable[nn.Parameter], *args: Any, **kwargs: Any) -> None:
     """Have each rank read its partitions of what is still as in the files; all else is partitioned as by default.
 
     This is also for models that are ordinary on this rank, because they may be lazy on others.
     """
     from lowmem_load.engines.partition import Partitioner
 
-    ordinary(init, fill_partitions(Partitioner(init), list(parameters)))
+    ordinary(init, fill_partitions(Partitioner(init), list(param_list)), *args, **kwargs)
 
 
-def _broadcast_model(ordinary: Callable[..., None], engine: Any) -> None:
+def _broadcast_model(ordinary: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
     """Leave out what is broadcast again as it is partitioned, and would have a lazy model read in full."""
     from lowmem_load.engines.hooks import partitions_all
 
     if not partitions_all(engine):
-        ordinary(engine)
+        ordinary(engine, *args, **kwargs)
 
 
 HANDLERS: Handlers = {

@@ -83,8 +83,9 @@ def _check_load_order(model: nn.Module) -> None:
 
 def _load_checkpoint(arguments: dict[str, Any]) -> tuple[str | None, dict[str, Any]] | None:
     """Load a checkpoint that another number of ranks saved, in place of `engine.load_checkpoint`; else return None."""
-    engine = arguments.pop("self")
-    if not is_plain_zero3(engine) or engine.load_universal_checkpoint() or arguments.get("custom_load_fn") is not None:
+    engine, is_custom = arguments.pop("self"), arguments.pop("custom_load_fn", None) is not None
+    is_known = not is_custom and arguments.keys() <= inspect.signature(load_checkpoint).parameters.keys()
+    if not is_known or not is_plain_zero3(engine) or engine.load_universal_checkpoint():
         return None
     ranks = ranks_of(unwrapped(engine))
     # Ranks may see only the files of their own node. All must take the same way.
@@ -93,7 +94,7 @@ def _load_checkpoint(arguments: dict[str, Any]) -> tuple[str | None, dict[str, A
     saved_for = set(step.payloads)
     if len(saved_for) > 1 or saved_for <= {None, ranks.world_size}:
         return None
-    return load_checkpoint(engine, **{name: value for name, value in arguments.items() if name != "custom_load_fn"})
+    return load_checkpoint(engine, **arguments)
 
 
 # -- saves -------------------------------------------------------------------------------------------------------------

@@ -290,8 +290,8 @@ def load_handlers(options: Options) -> Handlers:
     Source: LLaMA-Factory 0.9.5 `v1/plugins/trainer_plugins/distributed/fsdp2.py`, `FSDP2Engine.materialize_and_load`.
     """
 
-    def load(_: Any, __: Any, model: nn.Module, name: str) -> None:
-        report = load_into(model, name, download=not options.stream, share_reads=options.share_reads)
+    def load(_: Any, __: Any, model: nn.Module, hf_model_path: str) -> None:
+        report = load_into(model, hf_model_path, download=not options.stream, share_reads=options.share_reads)
         if options.on_load is not None:
             options.on_load(report)
 

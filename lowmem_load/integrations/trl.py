@@ -34,22 +34,22 @@ _PAIRS: ContextVar[Iterator[tuple[str, torch.Tensor]] | None] = ContextVar("lowm
 """What the running `sync_weights` sends."""
 
 
-def sync(ordinary: Callable[[Any], None], generation: Any) -> None:
+def sync(ordinary: Callable[..., None], generation: Any, *args: Any, **kwargs: Any) -> None:
     """Do what `VLLMGeneration.sync_weights` does. Collective: all ranks, as that is."""
     if not hasattr(generation, _METADATA):
         warn_of_missing([foreign_names.WEIGHT_METADATA])
-        ordinary(generation)
+        ordinary(generation, *args, **kwargs)
         return
     weights = _planned(generation.model, generation.mode)
     if weights is None:
-        ordinary(generation)
+        ordinary(generation, *args, **kwargs)
         return
     # Otherwise TRL takes all weights twice, to see what there is. It keeps what it has seen, under other names.
     before = getattr(generation, _METADATA)
     setattr(generation, _METADATA, metadata_of(weights))
     try:
         with delivery(weights) as buckets, holding(_PAIRS, _logged(name_tensor_pairs(buckets))):
-            ordinary(generation)
+            ordinary(generation, *args, **kwargs)
     finally:
         setattr(generation, _METADATA, before)
 

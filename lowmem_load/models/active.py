@@ -57,9 +57,9 @@ def begins_after_drop() -> bool:
 @contextlib.contextmanager
 def deepspeed_config(config: Mapping[str, Any] | HfDeepSpeedConfig | None) -> Iterator[HfDeepSpeedConfig | None]:
     """Make `config` the DeepSpeed configuration that transformers sees in this thread or task. None hides any other."""
-    with replaced({foreign_names.SET_CONFIG: lambda *_: None}):  # it would be set for all threads
+    with replaced({foreign_names.SET_CONFIG: lambda *_, **__: None}):  # it would be set for all threads
         alive = HfDeepSpeedConfig(dict(config)) if isinstance(config, Mapping) else config
-    with replaced({foreign_names.CONFIG_REFERENCE: lambda _: alive}):
+    with replaced({foreign_names.CONFIG_REFERENCE: lambda *_, **__: alive}):
         yield alive
 
 

@@ -85,19 +85,19 @@ class DiffusersCall(PretrainedCall):
         return model, {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
 
 
-def _symbolic_state_dict(context: Context, _: Any, path: Any, *__: Any, **___: Any) -> Any:
-    return path if isinstance(path, dict) else tensors_in([os.fspath(path)], context)
+def _symbolic_state_dict(context: Context, _: Any, checkpoint_file: Any, *__: Any, **___: Any) -> Any:
+    return checkpoint_file if isinstance(checkpoint_file, dict) else tensors_in([os.fspath(checkpoint_file)], context)
 
 
-def _set_tensor(_: Any, model: nn.Module, name: str, *__: Any, value: torch.Tensor, **___: Any) -> None:
+def _set_tensor(_: Any, module: nn.Module, tensor_name: str, *__: Any, value: torch.Tensor, **___: Any) -> None:
     """Do what accelerate's `set_module_tensor_to_device` does with a tensor that has its dtype already."""
-    owner, _dot, last = name.rpartition(".")
-    module = model.get_submodule(owner)
-    parameter = dict(module.named_parameters(recurse=False)).get(last)
+    owner_name, _dot, last = tensor_name.rpartition(".")
+    owner = module.get_submodule(owner_name)
+    parameter = dict(owner.named_parameters(recurse=False)).get(last)
     if parameter is None:
-        module.register_buffer(last, value, persistent=True)
+        owner.register_buffer(last, value, persistent=True)
     else:
-        module.register_parameter(last, nn.Parameter(value, requires_grad=parameter.requires_grad))
+        owner.register_parameter(last, nn.Parameter(value, requires_grad=parameter.requires_grad))
 
 
 def _load(context: Context, ordinary: Callable[..., Any], cls: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -270,10 +270,10 @@ def building_handlers(constructor: Constructor) -> Handlers:
         contexts = ordinary(cls, *args, **kwargs)
         return [constructor.building() if context == META else context for context in contexts]
 
-    def init_weights(ordinary: Callable[..., Any], model: nn.Module) -> None:
+    def init_weights(ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> None:
         # It initializes unless it finds itself on meta.
         with META if constructor.is_building else contextlib.nullcontext():
-            ordinary(model)
+            ordinary(model, *args, **kwargs)
 
     return {foreign_names.GET_INIT_CONTEXT: init_contexts, foreign_names.INIT_WEIGHTS: init_weights}
 
@@ -303,12 +303,14 @@ def _initialise(context: Context, ordinary: Callable[..., Any], model: nn.Module
     initialiser.release()
 
 
-def check_shards(ordinary: Callable[..., Any], name: Any, index: Any, *args: Any, **kwargs: Any) -> Any:
+def check_shards(
+    ordinary: Callable[..., Any], pretrained_model_name_or_path: Any, index_filename: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Check an index before transformers, or diffusers, looks for the files that it names."""
-    check_index(os.fspath(index))
-    if os.path.isdir(name):  # else the files may not have been downloaded yet
-        check_files(os.fspath(index))
-    return ordinary(name, index, *args, **kwargs)
+    check_index(os.fspath(index_filename))
+    if os.path.isdir(pretrained_model_name_or_path):  # else the files may not have been downloaded yet
+        check_files(os.fspath(index_filename))
+    return ordinary(pretrained_model_name_or_path, index_filename, *args, **kwargs)
 
 
 def copy_marks(loaded: nn.Parameter, made: nn.Parameter) -> None:
@@ -433,19 +435,19 @@ def for_loader(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def symbolic_files(context: Context) -> Handlers:
     """Return the handlers by which transformers finds symbolic tensors in the files of a checkpoint."""
 
-    def symbolic_open(_: Any, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> SymbolicFile:
-        return SymbolicFile(context.file(os.fspath(path), Safetensors()), context.read_now)
+    def symbolic_open(_: Any, filename: str | os.PathLike[str], *args: Any, **kwargs: Any) -> SymbolicFile:
+        return SymbolicFile(context.file(os.fspath(filename), Safetensors()), context.read_now)
 
-    def symbolic_state_dict(ordinary: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        if os.fspath(path).endswith(".safetensors"):
-            return dict(ordinary(path, *args, **kwargs))  # through symbolic_open
-        tensors = _symbols(context.file(os.fspath(path), TorchZip()), context)
+    def symbolic_state_dict(ordinary: Any, checkpoint_file: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if os.fspath(checkpoint_file).endswith(".safetensors"):
+            return dict(ordinary(checkpoint_file, *args, **kwargs))  # through symbolic_open
+        tensors = _symbols(context.file(os.fspath(checkpoint_file), TorchZip()), context)
         return {name: for_loader(name, tensor.detach()) for name, tensor in tensors.items()}  # ties are one value
 
     return {
         foreign_names.SAFE_OPEN: symbolic_open,
         foreign_names.LOAD_STATE_DICT: symbolic_state_dict,
-        foreign_names.IS_ON_HF_MOUNT: lambda *_: False,  # on such mounts it reads full files to avoid mmap
+        foreign_names.IS_ON_HF_MOUNT: lambda *_, **__: False,  # on such mounts it reads full files to avoid mmap
     }
 
 
@@ -473,35 +475,26 @@ def collecting_handlers() -> Handlers:
     latest: dict[int, tuple[Any, Any]] = {}
     parts_of_keys: dict[Any, Any] = {}
 
-    def copy_once_for_each_use(ordinary: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or not isinstance(value, loading.WeightConverter):
-            return ordinary(value, *args, **kwargs)
-        original, copied = latest.get(id(value), (None, None))
-        if original is not value or copied.collected_tensors:
-            quantizers = [
-                operation.hf_quantizer for operation in value.operations if hasattr(operation, "hf_quantizer")
-            ]
-            copied = ordinary(value, {id(quantizer): quantizer for quantizer in quantizers})
-            latest[id(value)] = value, copied
+    def copy_once_for_each_use(ordinary: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or not isinstance(x, loading.WeightConverter):
+            return ordinary(x, *args, **kwargs)
+        original, copied = latest.get(id(x), (None, None))
+        if original is not x or copied.collected_tensors:
+            quantizers = [operation.hf_quantizer for operation in x.operations if hasattr(operation, "hf_quantizer")]
+            copied = ordinary(x, {id(quantizer): quantizer for quantizer in quantizers})
+            latest[id(x)] = x, copied
         return copied
 
     def without_threads(
-        ordinary: Callable[..., Any],
-        _: Any,
-        tensor: Any,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        sharding_op: Any = None,
-        tensor_idx: Any = None,
+        ordinary: Any, thread_pool: Any, tensor: Any, device: Any = None, dtype: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        if isinstance(tensor, _SymbolicSlice) and sharding_op is None:
+        is_plain = isinstance(tensor, _SymbolicSlice) and kwargs.get("sharding_op") is None
+        if is_plain and not args and kwargs.keys() <= {"sharding_op", "tensor_idx"}:
             return _Waiting(tensor, device, dtype)
-        sharding = {} if sharding_op is None else {"sharding_op": sharding_op, "tensor_idx": tensor_idx}
-        return ordinary(None, tensor, device, dtype, **sharding)
+        return ordinary(None, tensor, device, dtype, *args, **kwargs)
 
-    def with_shared_parts(ordinary: Callable[..., Any], name: str) -> list[Any]:
-        return [parts_of_keys.setdefault(part, part) for part in ordinary(name)]
+    def with_shared_parts(ordinary: Callable[..., Any], s: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return [parts_of_keys.setdefault(part, part) for part in ordinary(s, *args, **kwargs)]
 
     return {
         foreign_names.DEEPCOPY: copy_once_for_each_use,

@@ -103,7 +103,7 @@ def _refuse_when_checked(ordinary: Callable[..., Any], quantizer: Any, *args: An
         refuse_quantized(quantizer, {})
 
 
-def _refuse_quantized_experts(ordinary: Callable[..., Any], operation: Any, tensors: Any, *rest: Any, **kw: Any) -> Any:
-    if len(tensors) > 1:  # weights and scales; what `save_pretrained` writes is not quantized
-        raise dequantized_whole("nvfp4" if len(tensors) > 2 else "mxfp8")
-    return ordinary(operation, tensors, *rest, **kw)
+def _refuse_quantized_experts(ordinary: Any, operation: Any, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    if len(input_dict) > 1:  # weights and scales; what `save_pretrained` writes is not quantized
+        raise dequantized_whole("nvfp4" if len(input_dict) > 2 else "mxfp8")
+    return ordinary(operation, input_dict, *args, **kwargs)

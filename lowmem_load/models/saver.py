@@ -82,14 +82,14 @@ def describe_save_pretrained(
         )
     files: list[SavedFile] = []
 
-    def record(_: Any, weights: Mapping[str, Any], path: Any, metadata: Any = None, **__: Any) -> None:
-        files.append(_saved_file(Path(path).relative_to(scratch).as_posix(), weights, metadata or {}))
+    def record(_: Any, tensors: Mapping[str, Any], filename: Any, metadata: Any = None, *__: Any, **___: Any) -> None:
+        files.append(_saved_file(Path(filename).relative_to(scratch).as_posix(), tensors, metadata or {}))
 
     num_elements = sum(numel(tensors[id(parameter)]) for parameter in model.parameters())
     handlers: dict[ForeignName, Handler] = {
         # transformers counts the elements of parameters, of which partitioned ones have none.
         foreign_names.NUM_PARAMETERS: lambda *_, **__: num_elements,
-        foreign_names.SHOULD_SAVE: lambda *_: True,  # else False on all ranks but the first
+        foreign_names.SHOULD_SAVE: lambda *_, **__: True,  # else False on all ranks but the first
         foreign_names.WRITE_WEIGHTS: record,
     }
     if foreign_names.WRITE_ADAPTER.module in sys.modules:

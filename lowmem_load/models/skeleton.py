@@ -49,7 +49,6 @@ def filled_by(fill: Fill, weights: str | None = None) -> Iterator[None]:
         raise UnsupportedError(
             "this release of transformers cannot shard a model; shard it yourself and call load_into"
         )
-
     random_state = torch.get_rng_state()
     is_filling = False  # the load that `fill` does is an ordinary one
     keywords: dict[str, Any] = {}
@@ -68,11 +67,12 @@ def filled_by(fill: Fill, weights: str | None = None) -> Iterator[None]:
 
         return [*ordinary(cls, *args, **kwargs), replaced({foreign_names.MODEL_INIT.of(cls): init})]
 
-    def load(ordinary: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def load(
+        ordinary: Any, model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         nonlocal is_filling
         if is_filling:
-            return ordinary(model, *args, **kwargs)
-        load_config: Any = kwargs["load_config"] if "load_config" in kwargs else args[2]
+            return ordinary(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         if getattr(getattr(model.config, "distributed_config", None), "pp_size", 1) > 1:
             raise UnsupportedError(
                 "pp_size > 1: each pipeline stage has a part of the model; load them without lowmem_load"
@@ -89,13 +89,13 @@ def filled_by(fill: Fill, weights: str | None = None) -> Iterator[None]:
             is_filling = False
         return _loading_info(info), None
 
-    def finalize(ordinary: Any, model: Any, load_config: Any, loading_info: Any) -> Any:
+    def finalize(ordinary: Any, model: Any, load_config: Any, loading_info: Any, *args: Any, **kwargs: Any) -> Any:
         # Nothing is left to do for the skeleton: the load that filled it has initialized, tied and reported.
-        return ordinary(model, load_config, loading_info) if is_filling else loading_info
+        return ordinary(model, load_config, loading_info, *args, **kwargs) if is_filling else loading_info
 
     loading: Handlers = {foreign_names.LOAD_PRETRAINED_MODEL: load, foreign_names.FINALIZE_MODEL_LOADING: finalize}
     # For a skeleton, transformers looks at headers alone: the load that fills it finds the weights.
-    headers: dict[ForeignName, Handler] = {foreign_names.LOAD_STATE_DICT: lambda _, path, *__, **___: _on_meta(path)}
+    headers: dict[ForeignName, Handler] = {foreign_names.LOAD_STATE_DICT: _on_meta}
     if weights is not None:
         headers[foreign_names.RESOLVE_FILES] = lambda *_, **__: ([weights], None)
     with replaced(loading), contextlib.ExitStack() as building:
@@ -114,14 +114,15 @@ def _loading_info(info: Mapping[str, Any]) -> Any:
     return LoadStateDictInfo(error_msgs=[], conversion_errors={}, **keys)
 
 
-def _on_meta(path: str) -> dict[str, torch.Tensor]:
+def _on_meta(_: Any, checkpoint_file: str, *__: Any, **___: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of a file, or of a training checkpoint, on meta: a dtype "auto" may be that of the first."""
     with Executor(num_threads=1) as executor:
-        if os.path.isdir(path):
-            expressions = {name: values.whole for name, values in open_model(path, executor).tensors.items()}
+        if os.path.isdir(checkpoint_file):
+            expressions = {name: values.whole for name, values in open_model(checkpoint_file, executor).tensors.items()}
         else:
-            file = file_format(path).describe(executor.sources.opened(path))
-            names = sorted(file.names) if path.endswith(".safetensors") else file.names  # as transformers
+            file = file_format(checkpoint_file).describe(executor.sources.opened(checkpoint_file))
+            is_sorted = checkpoint_file.endswith(".safetensors")  # by transformers
+            names = sorted(file.names) if is_sorted else file.names
             expressions = {name: file.expression(name) for name in names}
     return {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in expressions.items()}
 

@@ -187,11 +187,12 @@ def _of_packed(
     requires_grad: bool = False,
     device: Any = "cuda",
     module: Any = None,
+    *args: Any,
     **kwargs: Any,
 ) -> Any:
     """Stand in for `Params4bit.from_prequantized`."""
     if not isinstance(data, SymbolicTensor):
-        return ordinary(cls, data, quantized_stats, requires_grad, device, module=module, **kwargs)
+        return ordinary(cls, data, quantized_stats, requires_grad, device, module, *args, **kwargs)
     companions = {key: value.expression for key, value in quantized_stats.items()}
 
     def restore(name: str, made: nn.Parameter, read: Mapping[str, Any], device: torch.device) -> None:

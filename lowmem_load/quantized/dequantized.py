@@ -147,12 +147,13 @@ class Mxfp4(QuantizedFormat):
         table_of = functools.cache(_mxfp4_table)
 
         def convert(
-            ordinary: Unpack, blocks: Any, scales: Any, *, dtype: torch.dtype = torch.bfloat16, **kwargs: Any
+            ordinary: Unpack, blocks: Any, scales: Any, *args: Any, dtype: Any = torch.bfloat16, **kwargs: Any
         ) -> torch.Tensor:
             symbolic = isinstance(blocks, SymbolicTensor) and isinstance(scales, SymbolicTensor)
             are_bytes = blocks.dtype == scales.dtype == torch.uint8
-            if not (symbolic and are_bytes and blocks.dim() == 4 and blocks.shape[:-1] == scales.shape):
-                return ordinary(blocks, scales, dtype=dtype, **kwargs)
+            is_known = not args and kwargs.keys() <= {"rows_per_chunk"}
+            if not (symbolic and are_bytes and is_known and blocks.dim() == 4 and blocks.shape[:-1] == scales.shape):
+                return ordinary(blocks, scales, *args, dtype=dtype, **kwargs)
             table = table_of(ordinary, dtype, blocks.read_now)
             return SymbolicTensor(_described_mxfp4(blocks.expression, scales.expression, table), blocks.read_now)
 
@@ -197,19 +198,21 @@ class CompressedTensors(QuantizedFormat):
         fp4_table, int4_table = functools.cache(_fp4_table), functools.cache(_int4_table)
 
         def unpack_fp4(
-            ordinary: Unpack, packed: Any, rows: int, columns: int, dtype: torch.dtype | None = torch.bfloat16
+            ordinary: Unpack, a: Any, m: int, n: int, dtype: Any = torch.bfloat16, *args: Any, **kwargs: Any
         ) -> torch.Tensor:
-            if not isinstance(packed, SymbolicTensor) or (packed.dim(), packed.dtype) != (2, torch.uint8):
-                return ordinary(packed, rows, columns, dtype)
-            table = fp4_table(ordinary, dtype, packed.read_now)
-            return SymbolicTensor(_unpacked(packed.expression, table), packed.read_now)
+            if not isinstance(a, SymbolicTensor) or (a.dim(), a.dtype) != (2, torch.uint8) or args or kwargs:
+                return ordinary(a, m, n, dtype, *args, **kwargs)
+            return SymbolicTensor(_unpacked(a.expression, fp4_table(ordinary, dtype, a.read_now)), a.read_now)
 
-        def unpack_int4(ordinary: Unpack, packed: Any, num_bits: int, shape: Any, packed_dim: int = 1) -> torch.Tensor:
+        def unpack_int4(
+            ordinary: Unpack, value: Any, num_bits: int, shape: Any, packed_dim: int = 1, *args: Any, **kwargs: Any
+        ) -> torch.Tensor:
             kind = (4, 1, 2, torch.int32)
-            if not isinstance(packed, SymbolicTensor) or (num_bits, packed_dim, packed.dim(), packed.dtype) != kind:
-                return ordinary(packed, num_bits, shape, packed_dim)
-            whole = _unpacked(packed.expression, int4_table(ordinary, packed.read_now))  # rows fill whole words
-            return SymbolicTensor(slice_dim(whole, 1, 0, 1, int(shape[1])), packed.read_now)
+            is_known = isinstance(value, SymbolicTensor) and not args and not kwargs
+            if not is_known or (num_bits, packed_dim, value.dim(), value.dtype) != kind:
+                return ordinary(value, num_bits, shape, packed_dim, *args, **kwargs)
+            whole = _unpacked(value.expression, int4_table(ordinary, value.read_now))  # rows fill whole words
+            return SymbolicTensor(slice_dim(whole, 1, 0, 1, int(shape[1])), value.read_now)
 
         return {foreign_names.UNPACK_FP4: unpack_fp4, foreign_names.UNPACK_INT4: unpack_int4}
 

@@ -177,7 +177,7 @@ def test_what_an_optional_name_is_missing_for_is_said(module: Any) -> None:
     assert len(seen) == 1
 
 
-def test_a_call_that_does_not_fit_an_optional_handler_is_left_to_the_function(module: Any) -> None:
+def test_a_call_that_does_not_fit_a_handler_is_left_to_the_function(module: Any) -> None:
     module.base = lambda first, step=0: f"base {first} {step}"
     with replaced({theirs("base", loss="all is slow"): lambda ordinary, first: f"other than {ordinary(first)}"}):
         assert module.base("a") == module.base(first="a") == "other than base a 0"
@@ -187,6 +187,78 @@ def test_a_call_that_does_not_fit_an_optional_handler_is_left_to_the_function(mo
         assert module.base("a") == module.base("a", step=3) == "other than a"
         with pytest.warns(FallbackWarning, match=r"called with other arguments .*begin.*, so all is slow"):
             assert module.base(first="a") == "base a 0"
+    with replaced({BASE: lambda ordinary, first: f"other than {first}"}):
+        assert module.base("a") == "other than a"
+        with pytest.raises(
+            IncompatibleVersionError, match=r"called with other arguments than in 1000\.1 .*step.*install"
+        ):
+            module.base("a", step=3)
+
+
+@pytest.mark.parametrize("loss", ["", "all is slow"])
+def test_a_wrong_call_is_an_error_of_the_function(loss: str, module: Any, recwarn: pytest.WarningsRecorder) -> None:
+    calls: list[str] = []
+
+    def base(first: str) -> str:
+        calls.append(first)
+        return first + 1  # type: ignore[operator]
+
+    module.base = base
+    with replaced(
+        {theirs("base", loss=loss): lambda ordinary, first, *args, **kwargs: ordinary(first, *args, **kwargs)}
+    ):
+        for arguments in ({}, {"frist": "a"}, {"first": "a", "step": 1}):
+            with pytest.raises(TypeError, match=r"base\(\) (missing|got an unexpected)"):
+                module.base(**arguments)
+        with pytest.raises(TypeError, match="can only concatenate"):
+            module.base("a")
+    assert calls == ["a"], "an error from inside is not one of the call"
+    assert not recwarn.list
+
+
+OTHER_PARAMETERS: list[Callable[..., str]] = [
+    lambda model, config, *, new=0: "base",
+    lambda new, model, config, step=0: "base",
+    lambda config, model, step=0: "base",
+    lambda model, cfg, step=0: "base",
+    lambda model, config, stride=0: "base",
+    lambda model, *, config, step=0: "base",
+    lambda *args, **kwargs: "base",
+]
+
+
+@pytest.mark.parametrize("function", OTHER_PARAMETERS)
+def test_a_function_of_the_package_with_other_parameters_is_missing(function: Callable[..., str], module: Any) -> None:
+    module.base, function.__module__ = function, "theirs.inner"
+    takes = "model config * step"
+    message = r"^torch \S+ lacks theirs.base\(model, config, \*, step\)"
+    with pytest.raises(IncompatibleVersionError, match=f"{message};"), replaced({theirs("base", takes=takes): other}):
+        pass
+    block = replaced({theirs("base", takes=takes, loss="all is slow"): other})
+    with pytest.warns(FallbackWarning, match=f"{message}, so all is slow"), block:
+        assert module.base is function
+
+
+TAKEN: list[Callable[..., str]] = [
+    lambda model, config, step=0: "base",
+    lambda self, model, config, new=0, *, step: "base",
+    lambda model, config, /, *args, step=0, new=0, **kwargs: "base",
+]
+
+
+@pytest.mark.parametrize("function", TAKEN)
+def test_new_parameters_do_not_matter(function: Callable[..., str], module: Any) -> None:
+    function.__module__ = "theirs"
+    module.base = functools.wraps(function)(lambda *args, **kwargs: "base")  # as many decorators do
+    with replaced({theirs("base", takes="model config * step"): lambda *_, **__: "other"}):
+        assert module.base() == "other"
+
+
+@pytest.mark.parametrize("function", OTHER_PARAMETERS)
+def test_what_another_package_has_put_there_is_replaced(function: Callable[..., str], module: Any) -> None:
+    module.base, function.__module__ = function, "others"
+    with replaced({theirs("base", takes="model config * step"): lambda *_, **__: "other"}):
+        assert module.base() == "other"
 
 
 @pytest.mark.parametrize("limits", [{"since": "1000"}, {"until": "2.0.1"}])
