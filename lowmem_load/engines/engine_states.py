@@ -23,6 +23,7 @@ from lowmem_load.engines.parameters import full_shape, group_of, held_range, is_
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.foreign_names import DEEPSPEED, require, require_attributes
 from lowmem_load.planning.regions import FlatRange
+from lowmem_load.symbolic.attributes import EXTRA_STATE
 from lowmem_load.training_checkpoints.zero_checkpoint import PLACEHOLDER
 
 OF_IMPLEMENTATIONS = frozenset(
@@ -65,7 +66,10 @@ class HeldParameter:
 
 
 class Zero3State:
-    """The training state of a ZeRO-3 engine: its parameters by sub-group, frozen ones, and buffers that are saved."""
+    """The training state of a ZeRO-3 engine: its parameters by sub-group, frozen ones, and buffers that are saved.
+
+    `extra_states` has the modules that take one, by the names that DeepSpeed gives these.
+    """
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._zero = engine, _plain_zero3(engine)
@@ -87,6 +91,11 @@ class Zero3State:
         self.optional = {PLACEHOLDER} & set(names.values())  # not in the model
         state = engine.module.state_dict(keep_vars=True)
         self.buffers = {name: buffer for name, buffer in engine.module.named_buffers() if name in state}
+        self.extra_states = {
+            f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE: module
+            for name, module in engine.module.named_modules()
+            if type(module).set_extra_state is not nn.Module.set_extra_state
+        }
 
     @property
     def is_adam(self) -> bool:

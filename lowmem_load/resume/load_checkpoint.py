@@ -85,8 +85,8 @@ def load_checkpoint(
 
     Returns:
         Folder of the tag, and the client_state that `save_checkpoint` was given, with DeepSpeed's version and
-        configuration. Each rank gets its own client state if as many ranks resume as saved, otherwise that of rank 0.
-        (None, {}) if the file `latest` is missing.
+        configuration. Each rank gets its own client state, buffers and extra states of modules if as many ranks resume
+        as saved, otherwise those of rank 0. (None, {}) if the file `latest` is missing.
 
     Only weights that DeepSpeed keeps in full between steps cross the network.
     Memory: the optimizer's moments, if it has not stepped yet; 16 MiB for each reading thread if values are cast.
@@ -129,11 +129,14 @@ def _load_zero3(engine: Any, name: str, wanted: Wanted) -> tuple[str | None, dic
             folder = find_folder(name, wanted.tag)
             step.digest = {"files": "none: the file 'latest' is missing"}
             if folder is not None:
-                checkpoint = open_checkpoint(folder, executor, with_moments=wanted.optimizer)
+                checkpoint = open_checkpoint(
+                    folder, executor, with_moments=wanted.optimizer, rank=ranks.rank, world_size=ranks.world_size
+                )
                 saved = _match(checkpoint, state, wanted)
                 moments, scalars = _optimizer_states(checkpoint, saved, state) if wanted.optimizer else ((), [])
-                own_rank = ranks.rank if len(checkpoint.states) == ranks.world_size else 0
-                scheduler, client_state = checkpoint.python_states(own_rank, executor, allow_pickle=wanted.allow_pickle)
+                scheduler, client_state, extra_states = checkpoint.python_states(
+                    state.extra_states, executor, allow_pickle=wanted.allow_pickle
+                )
                 loads_scheduler = wanted.scheduler and engine.lr_scheduler is not None
                 if loads_scheduler and scheduler is None:
                     raise CheckpointError(f"{folder}: has no lr scheduler; pass load_lr_scheduler_states=False")
@@ -154,6 +157,8 @@ def _load_zero3(engine: Any, name: str, wanted: Wanted) -> tuple[str | None, dic
                     state.set_loss_scale(scaler, attributes, overflow=bool(checkpoint.optimizer.get("overflow")))
                 if loads_scheduler:
                     engine.lr_scheduler.load_state_dict(scheduler)
+                for key, extra_state in extra_states.items():
+                    state.extra_states[key].set_extra_state(extra_state)
                 if wanted.counters:
                     state.set_counters(checkpoint.counters, len(checkpoint.states))
             state.finish()

@@ -143,6 +143,7 @@ class ZeroCheckpoint:
     replicated: Mapping[str, BandedTensor]  # saved in full: buffers, and what partial ZeRO-3 does not partition
     optimizer: Mapping[str, Any]  # the tree that the ZeRO optimizer of rank 0 saved
     states: Sequence[TorchObjects]  # the model states of each rank
+    own: TorchObjects  # the model states from which this rank takes what ranks do not partition
     files: Sequence[PlannedFile]
 
     @property
@@ -176,15 +177,17 @@ class ZeroCheckpoint:
         tree = self.states[0].tree
         return {key: tree[key] for key in COUNTERS if type(tree.get(key)) is int}
 
-    def python_states(self, rank: int, executor: Executor, *, allow_pickle: bool) -> tuple[Any, dict[str, Any]]:
-        """Return the state of the lr scheduler in a rank's model states, and the client state: all other entries.
+    def python_states(
+        self, extra_states: Collection[str], executor: Executor, *, allow_pickle: bool
+    ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        """Return this rank's state of the lr scheduler, its client state, and the extra states of these names.
 
         The executor reads tensors. If `allow_pickle`, Python unpickles a file that has objects of other classes.
         """
-        file = self.states[rank]
-        values = PlainValues(file, executor)
+        file, values = self.own, PlainValues(self.own, executor)
         try:
-            return values.value(file.tree.get("lr_scheduler")), values.value(_client_state(file.tree))
+            scheduler, client_state, extra = _python_states(file.tree, extra_states)
+            return values.value(scheduler), values.value(client_state), values.value(extra)
         except NeedsCodeError as error:
             if not allow_pickle:
                 raise CheckpointError(
@@ -196,11 +199,15 @@ class ZeroCheckpoint:
         if not isinstance(source, LocalFile):
             raise UnsupportedError(f"{file.path}: can be unpickled only on a disk; copy it there")
         tree = torch.load(source.path_of_open, map_location="cpu", mmap=True, weights_only=False)
-        return copy.deepcopy((tree.get("lr_scheduler"), _client_state(tree)))  # not mapped
+        return copy.deepcopy(_python_states(tree, extra_states))  # not mapped
 
 
-def _client_state(tree: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {key: value for key, value in tree.items() if key not in OF_DEEPSPEED}
+def _python_states(
+    tree: Mapping[Any, Any], extra_states: Collection[str]
+) -> tuple[Any, dict[Any, Any], dict[str, Any]]:
+    client_state = {key: value for key, value in tree.items() if key not in OF_DEEPSPEED}
+    module = tree["module"]
+    return tree.get("lr_scheduler"), client_state, {name: module[name] for name in extra_states if name in module}
 
 
 def _setting(value: Any) -> Any:
@@ -223,9 +230,12 @@ def _is_setting(value: Any) -> bool:
 # -- opening -----------------------------------------------------------------------------------------------------------
 
 
-def open_checkpoint(folder: str, executor: Executor, *, with_moments: bool = True) -> ZeroCheckpoint:
+def open_checkpoint(
+    folder: str, executor: Executor, *, with_moments: bool = True, rank: int = 0, world_size: int = 1
+) -> ZeroCheckpoint:
     """Return what was saved. Everything that decides what lies where is checked.
 
+    If as many ranks open it as have saved it, each gets its own buffers and Python's values, else those of rank 0.
     The executor reads small values, and keeps the files open. Without the moments nothing is asked of the optimizer's
     states but the number of steps: optimizers of 8 bits keep them in blocks, not as elements of parameters.
     """
@@ -240,15 +250,18 @@ def open_checkpoint(folder: str, executor: Executor, *, with_moments: bool = Tru
     _check_steps(models[0], trained)
     fragments = {name: files.fragments(models, name, shape) for name, shape in (frozen or {}).items()}
     parameters, lacks_frozen = {**trained, **fragments}, frozen is None
-    first, tree, path = models[0], models[0].tree, models[0].path
+    own = models[rank if world_size == len(models) else 0]
+    tree, path = own.tree, own.path
     module: dict[Any, Any] = at(tree, "module", dict, path)
     names = [name for name in at(tree, "buffer_names", list, path) if isinstance(name, str)]
-    buffers = {name: files.replicated(first, name, module[name]) for name in names if name in module}
-    replicated = {**buffers, **_replicated(files, first)}
+    buffers = {name: files.replicated(own, name, module[name]) for name in names if name in module}
+    replicated = {**buffers, **_replicated(files, own)}
     shared: dict[str, str] = at(tree, "shared_params", dict, path)
     if not all(isinstance(name, str) for pair in shared.items() for name in pair):
         raise CheckpointError(f"{path}: its 'shared_params' are malformed")
-    return ZeroCheckpoint(folder, parameters, lacks_frozen, shared, replicated, optims[0].tree, models, files.opened)
+    return ZeroCheckpoint(
+        folder, parameters, lacks_frozen, shared, replicated, optims[0].tree, models, own, files.opened
+    )
 
 
 def saved_by(load_dir: str | os.PathLike[str], tag: str | None) -> int | None:

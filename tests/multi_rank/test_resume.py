@@ -19,6 +19,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from safetensors.torch import load_file
+from torch import nn
 
 from lowmem_load import consolidate, load_checkpoint, load_model
 from lowmem_load.distributed.process_group import DistributedInterface
@@ -203,6 +204,7 @@ def save_and_resume(paths: dict[str, str], folder: str) -> None:
     save_and_go_on(paths, folder, IN_THE_TEST)
     take_what_others_have_saved(paths["bf16"], folder)
     resume_partial(paths["partial"], folder)
+    keep_what_each_rank_has(f"{folder}/own")
     refuse(paths["bf16"], folder)
 
 
@@ -250,6 +252,36 @@ def resume_partial(path: str, folder: str) -> None:
         assert_equal(state, torch.load(f"{folder}/partial/whole.pt", weights_only=True))
     partial.train(engine, 2, 3)
     engine.destroy()
+
+
+class Counting(nn.Module):
+    """Has a buffer and an extra state, which ranks may have of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(3))
+        self.state: dict[str, Any] = {}
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.state
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def keep_what_each_rank_has(folder: str) -> None:
+    """Buffers and extra states come back as by DeepSpeed's own load."""
+    rank = dist.get_rank()
+    engine = deepspeed.initialize(model=Counting(), config=config({}))[0]
+    engine.module.seen.fill_(rank + 1)
+    engine.module.state = {"calls": rank + 10, "scale": torch.full((2,), rank + 0.5)}
+    engine.save_checkpoint(folder)
+    for load in (deepspeed.DeepSpeedEngine.load_checkpoint, load_checkpoint):
+        other = deepspeed.initialize(model=Counting(), config=config({}))[0]
+        load(other, folder)
+        assert other.module.seen.tolist() == [rank + 1] * 3
+        assert other.module.state["calls"] == rank + 10 and other.module.state["scale"].tolist() == [rank + 0.5] * 2
 
 
 # -- what other ranks make of it --------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """zero_checkpoint.py: what a ZeRO checkpoint has in addition to weights, and what is refused."""
 
 import contextlib
+import itertools
 import math
 import os
 import random
@@ -49,7 +50,7 @@ class Mine:
 
 def edited(place: Path, kind: str, edit: Callable[[Any], None]) -> None:
     """Change what the files of one kind hold."""
-    for path in place.glob(f"*{kind}_states.pt"):
+    for path in sorted(place.glob(f"*{kind}_states.pt")):
         state = torch.load(path, weights_only=False)
         edit(state)
         torch.save(state, path)
@@ -68,8 +69,8 @@ def test_what_is_no_weight_is_read(tmp_path: Path) -> None:
     state |= {"counter": Counter([3, 3]), "bytes": b"\x00\xff", "python": random.getstate(), "array": np.arange(3.0)}
     place = save_zero3(tmp_path, VALUES, world_size=3, client_state=state, moments={"exp_avg": VALUES})
     with Executor() as executor:
-        checkpoint = open_checkpoint(str(place), executor)
-        scheduler, found = checkpoint.python_states(1, executor, allow_pickle=False)
+        checkpoint = open_checkpoint(str(place), executor, rank=1, world_size=3)
+        scheduler, found, _ = checkpoint.python_states((), executor, allow_pickle=False)
         assert scheduler == {"last_batch_iteration": 2}
         assert torch.equal(found["rng"], state["rng"]) and np.array_equal(found["array"], state["array"])
         others = state.keys() - {"rng", "array"}
@@ -89,6 +90,27 @@ def test_parameters_that_the_module_does_not_save_are_said(tmp_path: Path) -> No
     with Executor() as executor:
         model = open_model(str(tmp_path), executor)
     assert model.tensors.keys() == VALUES.keys() and model.left_out == ("c",)
+
+
+def test_each_rank_gets_what_it_has_saved(tmp_path: Path) -> None:
+    """Of buffers, Python's values and extra states; if others resume, all get those of rank 0."""
+    place = save_zero3(tmp_path, VALUES, world_size=2, buffers={"seen": torch.zeros(3)})
+    ranks = itertools.count()
+
+    def edit(state: Any) -> None:
+        rank = next(ranks)
+        state["module"] |= {"seen": torch.full((3,), float(rank)), "_extra_state": {"calls": rank}}
+
+    edited(place, "model", edit)
+    for world_size in (2, 3):
+        for rank in range(world_size):
+            with Executor() as executor:
+                checkpoint = open_checkpoint(str(place), executor, rank=rank, world_size=world_size)
+                seen = read_whole(executor, checkpoint.replicated["seen"].whole)
+                names = ("_extra_state", "absent._extra_state")
+                *_, extra = checkpoint.python_states(names, executor, allow_pickle=False)
+            of = rank if world_size == 2 else 0
+            assert (seen.tolist(), extra) == ([of] * 3, {"_extra_state": {"calls": of}})
 
 
 def in_blocks(state: Any) -> None:
@@ -138,8 +160,8 @@ def test_objects_in_the_client_state_need_trust(tmp_path: Path) -> None:
     with Executor() as executor:
         checkpoint = open_checkpoint(str(place), executor)
         with pytest.raises(CheckpointError, match=r"nothing was run: .*Mine.* pass allow_pickle=True"):
-            checkpoint.python_states(0, executor, allow_pickle=False)
-        assert checkpoint.python_states(0, executor, allow_pickle=True)[1]["args"] == {"mine": Mine()}
+            checkpoint.python_states((), executor, allow_pickle=False)
+        assert checkpoint.python_states((), executor, allow_pickle=True)[1]["args"] == {"mine": Mine()}
 
 
 @pytest.mark.parametrize("value", [{1, 2}, {"mine": Mine()}])
@@ -151,7 +173,7 @@ def test_the_client_state_is_that_of_the_file_that_was_opened(value: Any, tmp_pa
     with Executor() as executor:
         checkpoint = open_checkpoint(str(first), executor)
         (other / name).replace(first / name)
-        assert checkpoint.python_states(0, executor, allow_pickle=True)[1]["epoch"] == 1
+        assert checkpoint.python_states((), executor, allow_pickle=True)[1]["epoch"] == 1
     assert torch.serialization.get_safe_globals() == allowed
 
 
