@@ -206,7 +206,8 @@ def _match(checkpoint: ZeroCheckpoint, state: Zero3State, wanted: Wanted) -> dic
         if parameter.name not in saved:
             continue
         stored = saved[parameter.name].values.dtype
-        if len({dtype.is_floating_point for dtype in (stored, parameter.dtype, parameter.tensor.dtype)}) > 1:
+        is_mixed = len({dtype.is_floating_point for dtype in (stored, parameter.dtype, parameter.tensor.dtype)}) > 1
+        if is_mixed or (hasattr(parameter.tensor, "quant_state") and stored != parameter.dtype):  # of bitsandbytes
             raise UnsupportedError(
                 f"{parameter.name}: was saved as {stored}, and is {parameter.tensor.dtype} here, in partitions of "
                 f"{parameter.dtype}; quantized weights cannot be filled by others"

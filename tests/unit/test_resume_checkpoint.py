@@ -10,19 +10,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from lowmem_load.engines.engine_states import HeldParameter
 from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import read_whole
 from lowmem_load.planning.expression import Expression, Source
 from lowmem_load.planning.nest import plan_copies
 from lowmem_load.planning.proof import prove_coverage
-from lowmem_load.planning.regions import FlatRange, partition_range
+from lowmem_load.planning.regions import NOTHING, FlatRange, partition_range
+from lowmem_load.resume.load_checkpoint import Wanted, _match
 from lowmem_load.training_checkpoints.open_model import open_model
 from lowmem_load.training_checkpoints.zero_checkpoint import (
     FP32,
@@ -90,6 +94,26 @@ def test_parameters_that_the_module_does_not_save_are_said(tmp_path: Path) -> No
     with Executor() as executor:
         model = open_model(str(tmp_path), executor)
     assert model.tensors.keys() == VALUES.keys() and model.left_out == ("c",)
+
+
+@pytest.mark.parametrize(("dtype", "fits"), [(torch.bfloat16, True), (torch.float16, False)])
+def test_packed_weights_are_not_cast(tmp_path: Path, dtype: torch.dtype, *, fits: bool) -> None:
+    """A QLoRA run that was saved in bf16 and resumes in fp16: its packed bytes lie in tensors of these dtypes."""
+    place = save_zero3(tmp_path, VALUES, world_size=2, frozen={"packed": torch.randn(8, 1).bfloat16()})
+    tensors: dict[str, Any] = {name: torch.empty(values.shape) for name, values in VALUES.items()}
+    tensors["packed"] = nn.Parameter(torch.empty(8, 1, dtype=dtype), requires_grad=False)
+    tensors["packed"].quant_state = object()
+    parameters = [
+        HeldParameter(name, tuple(tensor.shape), NOTHING, 0, 0, tensor.dtype, tensor)
+        for name, tensor in tensors.items()
+    ]
+    engine: Any = SimpleNamespace(parameters=parameters, frozen=parameters[-1:], optional=(), buffers={})
+    wanted = Wanted(None, strict=True, optimizer=True, scheduler=False, counters=False, allow_pickle=False)
+    with Executor() as executor, contextlib.ExitStack() as stack:
+        checkpoint = open_checkpoint(str(place), executor)
+        if not fits:
+            stack.enter_context(pytest.raises(UnsupportedError, match=r"packed: was saved as torch\.bfloat16"))
+        assert _match(checkpoint, engine, wanted).keys() == tensors.keys()
 
 
 def test_each_rank_gets_what_it_has_saved(tmp_path: Path) -> None:
