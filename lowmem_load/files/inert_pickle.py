@@ -50,7 +50,7 @@ STORAGE_DTYPES: Mapping[str, torch.dtype] = {
 
 _NEWER = (
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
-    *("uint16", "uint32", "uint64"),
+    *("float4_e2m1fn_x2", "uint16", "uint32", "uint64"),
 )
 DTYPES: Mapping[str, torch.dtype] = {
     **{str(dtype): dtype for dtype in STORAGE_DTYPES.values()},
