@@ -205,7 +205,7 @@ class PartialEngine(Wrapper):
     """Trains as a `DeepSpeedEngine` does: call it, `backward(loss)`, `step()`. Made by `initialize_partial`.
 
     Other attributes (`train_batch_size()`, `global_steps`, `get_global_grad_norm()`, ...) are those of the ZeRO-3
-    engine of the partitioned part, whose counters are valid for both parts.
+    engine of the partitioned part, whose counters are valid for both parts, or else of the model.
 
     Attributes:
         module: the full model.
@@ -232,7 +232,8 @@ class PartialEngine(Wrapper):
         except AttributeError:
             if name.startswith("_") or "_part" not in self.__dict__:
                 raise
-            return getattr(self.zero3, name)
+        own: Any = self.zero3  # which would pass on those of its part of the model
+        return getattr(own if name in vars(own) or hasattr(type(own), name) else self.module, name)
 
     # -- training ----------------------------------------------------------------------------------------------------
 

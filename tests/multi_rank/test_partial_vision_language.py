@@ -84,6 +84,8 @@ def train_vision_language(path: str) -> None:
     model.config.use_cache = False
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     engine = initialize_partial(model, CONFIG)
+    assert get_load_report(engine) is report
+    assert engine.get_input_embeddings() is model.get_input_embeddings() and engine.lm_head is model.lm_head
     for step in range(STEPS):
         loss = engine(**sample(step, ranks.rank)).loss
         engine.backward(loss)
