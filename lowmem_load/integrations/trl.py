@@ -2,14 +2,17 @@
 
 GRPO, RLOO and other trainers of trl 1.16 have a `VLLMGeneration`, whose `sync_weights` hands what `_iter_named_params`
 yields to the server's client, or to vLLM in the same process. Here it runs unchanged, but gets the tensors of
-`iter_weights`. With these come the names of the checkpoint, which vLLM loads by.
+`iter_weights`. With these come the names of the checkpoint, which vLLM loads by. The asynchronous trainers (AsyncGRPO)
+hand what `_streaming_iter` yields to a thread, which sends it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -54,7 +57,69 @@ def sync(ordinary: Callable[..., None], generation: Any, *args: Any, **kwargs: A
         setattr(generation, _METADATA, before)
 
 
-def _logged(pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+_TOLD = "_weight_update_info"
+"""Attribute of the asynchronous trainers' client: what the server is told of the weights."""
+
+
+def sync_async(ordinary: Callable[..., Any], trainer: Any, *args: Any) -> Any:
+    """Do what `_sync_weight_merged` of an asynchronous trainer does. Collective: all ranks, as that is."""
+    model, client = trainer.accelerator.unwrap_model(trainer.model), trainer.weight_transfer
+    weights = _planned(model, "server")
+    if weights is None:
+        return ordinary(trainer, *args)
+
+    def wait() -> None:  # in a barrier the others would not learn that a request of rank 0 has failed
+        with weights.ranks.step("waiting for all ranks"):
+            pass
+
+    turn = threading.Lock()
+    with delivery(weights) as buckets, contextlib.ExitStack() as stack:
+        stack.enter_context(_instead(trainer.accelerator, wait_for_everyone=wait))
+        if type(client).__name__ == "WeightTransferClient":  # one of a script has the tensors alone
+            foreign_names.require_attributes(foreign_names.TRL, client, (_TOLD,))
+            names, dtypes, shapes = zip(*metadata_of(weights), strict=True)
+            told = getattr(client, _TOLD) | {"names": names, "dtype_names": dtypes, "shapes": shapes}
+            stack.enter_context(_instead(client, **{_TOLD: told}))
+        if hasattr(model, "merge_adapter"):  # the weights come merged, and the model stays as it is
+            stack.enter_context(_instead(model, merge_adapter=lambda: None, unmerge_adapter=lambda: None))
+        pairs = _logged(name_tensor_pairs(buckets))
+        stack.enter_context(holding(_PAIRS, _in_turn(pairs, turn)))
+        stack.callback(_close, pairs, turn)
+        return ordinary(trainer, *args)
+
+
+@contextlib.contextmanager
+def _instead(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Inside, an object has these attributes."""
+    own = vars(owner)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del own[name]
+        own.update(before)
+
+
+def _in_turn(pairs: Iterator[Any], turn: threading.Lock) -> Iterator[Any]:
+    """Yield pairs in TRL's thread. If a request fails meanwhile, this one must not be in another step: see `_close`."""
+    while True:
+        with turn:
+            pair = next(pairs, None)
+        if pair is None:
+            return
+        yield pair
+        del pair
+
+
+def _close(pairs: Generator[Any, None, None], turn: threading.Lock) -> None:
+    """End the pairs, once TRL's thread is not in a step of the ranks."""
+    with turn:
+        pairs.close()
+
+
+def _logged(pairs: Iterator[tuple[str, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Log an error before it is raised: on its way TRL's client waits for an answer that may not come."""
     try:
         yield from pairs
@@ -84,3 +149,7 @@ def iterate(ordinary: Callable[..., Iterator[Any]], *args: Any, **kwargs: Any) -
 
 
 HANDLERS: Handlers = {foreign_names.SYNC_WEIGHTS: sync, foreign_names.ITER_NAMED_PARAMS: iterate}
+ASYNC_HANDLERS: Handlers = {
+    **dict.fromkeys(foreign_names.ASYNC_SYNCS, sync_async),
+    **dict.fromkeys(foreign_names.ASYNC_ITERS, iterate),
+}

@@ -49,7 +49,7 @@ def apply_changes(state: Mapping[str, torch.Tensor], changes: Iterable[tuple[str
     """Write a bucket of `iter_weights(changed_only=True)` into tensors, in place.
 
     Args:
-        state: the tensors by the names of the checkpoint. They need all of the first bucket's names, dtypes and shapes.
+        state: full tensors by the names of the checkpoint, such as those that came the first time.
         changes: the bucket.
 
     Raises:
@@ -65,7 +65,7 @@ def apply_changes(state: Mapping[str, torch.Tensor], changes: Iterable[tuple[str
         _check(name, state.get(name), new)
     for name, new in pairs:
         tensor = state[name].detach()
-        if isinstance(new, Change):  # `put_` knows fewer dtypes than there are sizes
+        if isinstance(new, Change):  # `put_` does not know every dtype, such as float8
             bits = tensor.view(_BITS[tensor.dtype.itemsize])
             bits.put_(new.indices.to(bits.device, torch.int64), new.values.to(bits.device).view(bits.dtype))
         else:

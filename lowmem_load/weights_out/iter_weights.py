@@ -5,13 +5,14 @@ A save asks which bytes of files a rank's elements fill; here they fill tensors 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import tempfile
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import ConfigError
 from lowmem_load.models.active import load_lock
 from lowmem_load.models.peft import Merge
-from lowmem_load.planning.expression import Expression
+from lowmem_load.planning.expression import Expression, Shape
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.renamed import renamed_keywords
 from lowmem_load.weights_out.buckets import PlannedTensor, Unit, merge_unit
@@ -276,21 +277,40 @@ def push_weights(model: nn.Module, client: Any, **keywords: Any) -> None:
                 )
 
 
+class TensorMeta(NamedTuple):
+    """What vLLM is told of a tensor. The last fields of its `ParamMeta` say that each rank yields it in full."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+    owners: None = None
+    mesh_shape: None = None
+    placements: None = None
+
+
+class _Metadata(list[TensorMeta]):
+    """A list, as vLLM 0.33 reads it, that can be called, as vLLM 0.28 to 0.32 do."""
+
+    def __call__(self) -> _Metadata:
+        return self
+
+
 class WeightSource:
     """The weights of a model, as the engines for trainers in vLLM 0.28 and later take them: their `WeightSource`.
 
     Each iteration yields the present weights as (name, tensor). All ranks have to iterate, and to the end. Weights may
     not change between two tensors, and so not within `send_weights`.
 
-    The arguments are those of `iter_weights`. For `dst`, 0 is enough for vLLM's NCCL engine, whose rank 0 sends; its
-    IPC engine needs "all".
+    The arguments are those of `iter_weights`, without `changed_only`. For `dst`, 0 is enough for vLLM's NCCL engine,
+    whose rank 0 sends; its IPC engine needs "all". Its M2N engine refuses this source, because it sends shards by the
+    rule of `torch.chunk`, which ZeRO-3's are not. Its sparse engine has no source: see `push_weights`.
 
     Raises:
         ConfigError, UnsupportedError, RankError: as `iter_weights`, when the metadata is asked for or when iterated.
 
     Example:
         source = WeightSource(engine, dst=0)
-        names = [tensor.name for tensor in source.metadata()]
+        names = [tensor.name for tensor in source.metadata]
         for name, tensor in source:  # on every rank
             send_to_inference(name, tensor)
     """
@@ -298,17 +318,36 @@ class WeightSource:
     @renamed_keywords(engine_or_model="model", to="dst")
     def __init__(self, model: nn.Module, **keywords: Any) -> None:
         self._engine, self._arguments = model, Arguments(**keywords)
-        self._metadata: list[PlannedTensor] | None = None
+        if self._arguments.changed_only:
+            raise ConfigError(
+                "WeightSource: changed_only: a source yields all weights; pass it to push_weights instead"
+            )
 
-    def metadata(self) -> list[PlannedTensor]:
-        """Return the `name`, `dtype` and `shape` of each tensor, in order. The first call is collective."""
-        if self._metadata is None:
-            self._metadata = plan_weights(self._engine, self._arguments).tensors
-        return self._metadata
+    @functools.cached_property
+    def metadata(self) -> _Metadata:
+        """The `name`, `dtype` and `shape` of each tensor, in order. To ask for it the first time is collective."""
+        tensors = plan_weights(self._engine, self._arguments).tensors
+        return _Metadata(TensorMeta(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and the value of each tensor, on ranks that get any. Collective."""
         yield from name_tensor_pairs(plan_weights(self._engine, self._arguments).buckets())
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the same, as vLLM 0.33 asks for it. Collective."""
+        return iter(self)
+
+    def owned_names(self, rank: int) -> list[str]:  # noqa: ARG002
+        """Return the names that a rank yields: all."""
+        return [tensor.name for tensor in self.metadata]
+
+    def implements_iter_full(self) -> bool:
+        """Return True."""
+        return True
+
+    def implements_iter_local(self) -> bool:
+        """Return False: vLLM cannot describe the parts of ZeRO-3."""
+        return False
 
 
 def _method_of(client: Any, changed_only: bool) -> str | None:

@@ -43,7 +43,7 @@ def change_some(model: Any, number: int, *, masters: bool = False) -> None:
 
 
 def assert_rounds(
-    model: Any, case: str, out: str, change: Callable[[int], None] | None = None, rounds: int = 4, **kwargs: Any
+    model: Any, case: str, out: str, change: Callable[[int], None] | None = None, rounds: int = 3, **kwargs: Any
 ) -> set[str]:
     """Assert that `apply_changes` makes of the first round's tensors what is saved after each; return what has come."""
     rank, kinds, state = dist.get_rank(), set[str](), dict[str, torch.Tensor]()

@@ -2,9 +2,11 @@
 
 import asyncio
 import gc
+import importlib
 import queue
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from json import loads
 from pathlib import Path
@@ -24,6 +26,7 @@ from lowmem_load.errors import ConfigError, RankError
 from lowmem_load.integrations.install import streaming
 from lowmem_load.weights_out.iter_weights import hand_over
 from tests import builders
+from tests.model_digest import model_digest
 from tests.multi_rank.test_iter_weights import COLLECTIVES, assert_equal
 from tests.multi_rank.test_load_into import filled, meshes
 from tests.multi_rank.test_save import FP32, adapted, counted
@@ -188,10 +191,16 @@ def push_all(path: str) -> None:
     for to in ("all", 1):
         source = WeightSource(model, bucket_bytes=some, dst=to)
         for _ in range(2):
-            assert [(one.name, one.dtype, tuple(one.shape)) for one in source.metadata()] == [
-                (name, value.dtype, tuple(value.shape)) for name, value in iter_weights_of(model, some)
-            ]
-            assert_equal(dict(source), wanted if to in ("all", rank) else {}, to)
+            expected = [(name, value.dtype, tuple(value.shape)) for name, value in iter_weights_of(model, some)]
+            for metadata in (source.metadata(), source.metadata):  # of vLLM 0.28 to 0.32, and of 0.33
+                assert [(one.name, one.dtype, one.shape) for one in metadata] == expected
+                assert all(one.owners is one.mesh_shape is one.placements is None for one in metadata)
+            assert source.owned_names(1) == [name for name, *_ in expected]
+            assert source.implements_iter_full() and not source.implements_iter_local()
+            for pairs in (source, source.iter_full()):
+                assert_equal(dict(pairs), wanted if to in ("all", rank) else {}, to)
+    with pytest.raises(ConfigError, match="WeightSource: changed_only"):
+        WeightSource(model, changed_only=True)
     with pytest.raises(ConfigError, match="no rank has one"):
         push_weights(model, None)
     with pytest.raises(RankError, match=r"rank 0: ConfigError: push_weights: client: a object is not a function"):
@@ -390,3 +399,89 @@ def test_trl_syncs_in_buckets(checkpoints: Path) -> None:
         "tied": str(builders.tiny_qwen2_tied(checkpoints, torch.float32)),
     }
     run_ranks(sync_as_trl, paths, timeout_s=200)
+
+
+class AsyncServer:
+    """Stands for the HTTP side of a server, which gets as many tensors as it was told of while the trainer sends."""
+
+    def __init__(self, *, is_gone: bool = False) -> None:
+        self.server, self.is_gone, self.calls = Server(is_gone=False), is_gone, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: self.calls.append(name)
+
+    def update_weights(self, update_info: Any, timeout: float) -> None:
+        """Take them."""
+        self.calls.append("update_weights")
+        if self.is_gone:
+            raise ConnectionError("refused")
+        self.server.post("/update_weights", {"update_info": update_info})
+
+
+def async_trainer(module: str, name: str, model: Any, server: AsyncServer) -> Any:
+    """One of TRL's asynchronous trainers, without vLLM, rollouts and data, but with TRL's client."""
+    of_client = importlib.import_module(f"{module}.weight_transfer")
+    of_client.NCCLWeightTransferEngine, of_client.NCCLTrainerSendWeightsArgs = Engine, SimpleNamespace  # type: ignore[attr-defined]
+    cls = getattr(importlib.import_module(f"{module}.{module.rpartition('.')[2]}_trainer"), name)
+    trainer, rank = object.__new__(cls), torch.distributed.get_rank()
+    client = object.__new__(of_client.WeightTransferClient)  # its __init__ needs vLLM
+    told = {"names": ["of init"], "dtype_names": ["float32"], "shapes": [[0]], "packed": True}
+    vars(client).update(vllm=server, weight_sync_timeout=20, _weight_update_info=told, model_update_group=object())
+    accelerator = SimpleNamespace(
+        is_main_process=rank == 0,
+        unwrap_model=lambda model: model,
+        wait_for_everyone=torch.distributed.barrier,
+        device=torch.device("cpu"),
+    )
+    vars(trainer).update(
+        model=model, accelerator=accelerator, weight_transfer=client if rank == 0 else None, _lora_sync=False
+    )
+    vars(trainer).update(model_version=0, rollout_worker=None, _metrics={"train": defaultdict(list)})
+    return trainer
+
+
+ASYNC = {"async_grpo": "AsyncGRPOTrainer", "async_distillation": "AsyncDistillationTrainer"}
+
+
+def sync_asynchronously(paths: dict[str, str]) -> None:
+    """Rank function: AsyncGRPO's sync under `install` sends what `save_model` writes, and its model stays as it is."""
+    from accelerate import PartialState
+
+    rank = DistributedInterface().rank
+    PartialState(cpu=True)  # TRL's logger asks it
+    lowmem_load.install()
+    for way in ("mixtral", "sharded", "llama lora", "sharded lora"):
+        name = "llama" if "lora" in way else "mixtral"
+        if "sharded" in way:
+            model = filled(paths[name], next(iter(meshes(2).values())))
+            model = adapted("odd", model) if "lora" in way else model
+        else:
+            model = load_model(paths[name], FP32)
+            with streaming(FP32):
+                model = adapted("odd", model) if "lora" in way else model
+        before = model_digest(model)
+        wanted = dict(pair for bucket in iter_weights(model, merge_adapters="lora" in way) for pair in bucket)
+        for folder, trainer_name in ASYNC.items():
+            server, Server.weights, Server.data = AsyncServer(), {}, queue.Queue()  # the last one may have been left
+            trainer = async_trainer(f"trl.experimental.{folder}", trainer_name, model, server)
+            trainer._sync_weight()
+            steps = ["pause", "start_weight_update", "update_weights", "finish_weight_update", "resume"]
+            assert server.calls == (steps if rank == 0 else [])
+            if rank == 0:
+                assert_equal(Server.weights, wanted, (way, folder))
+                assert trainer.weight_transfer._weight_update_info["names"] == ["of init"]
+                assert trainer.model_version == 1
+        assert model_digest(model) == before and "merge_adapter" not in vars(model), way
+        gone = async_trainer("trl.experimental.async_grpo", ASYNC["async_grpo"], model, AsyncServer(is_gone=True))
+        with pytest.raises(RankError, match=r"rank 0: RuntimeError: Weight sync to the vLLM server .* failed"):
+            gone._sync_weight()
+        assert "merge_adapter" not in vars(model)
+
+
+def test_trl_syncs_asynchronous_trainers(checkpoints: Path) -> None:
+    pytest.importorskip("trl.experimental.async_grpo.async_grpo_trainer")
+    paths = {
+        "llama": str(builders.tiny_llama(checkpoints, torch.float32)),
+        "mixtral": str(builders.tiny_mixtral(checkpoints, torch.float32)),
+    }
+    run_ranks(sync_asynchronously, paths, timeout_s=100)
