@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
@@ -169,7 +169,7 @@ def test_new_arguments_reach_the_function(handlers: Named, tmp_path: Path, monke
     values = {"index_filename": index, "checkpoint_file": "a.safetensors", "model": model}
     called: set[ForeignName] = set()
 
-    @settings(max_examples=20, deadline=None, phases=[Phase.generate])
+    @settings(max_examples=10, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
     @given(
         st.lists(st.from_regex("new_[a-z]+", fullmatch=True), min_size=1, max_size=3, unique=True),
         st.tuples(st.integers(0, 3), st.integers(0, 8)),
