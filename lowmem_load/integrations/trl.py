@@ -61,12 +61,12 @@ _TOLD = "_weight_update_info"
 """Attribute of the asynchronous trainers' client: what the server is told of the weights."""
 
 
-def sync_async(ordinary: Callable[..., Any], trainer: Any, *args: Any) -> Any:
+def sync_async(ordinary: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Do what `_sync_weight_merged` of an asynchronous trainer does. Collective: all ranks, as that is."""
     model, client = trainer.accelerator.unwrap_model(trainer.model), trainer.weight_transfer
     weights = _planned(model, "server")
     if weights is None:
-        return ordinary(trainer, *args)
+        return ordinary(trainer, *args, **kwargs)
 
     def wait() -> None:  # in a barrier the others would not learn that a request of rank 0 has failed
         with weights.ranks.step("waiting for all ranks"):
@@ -85,7 +85,7 @@ def sync_async(ordinary: Callable[..., Any], trainer: Any, *args: Any) -> Any:
         pairs = _logged(name_tensor_pairs(buckets))
         stack.enter_context(holding(_PAIRS, _in_turn(pairs, turn)))
         stack.callback(_close, pairs, turn)
-        return ordinary(trainer, *args)
+        return ordinary(trainer, *args, **kwargs)
 
 
 @contextlib.contextmanager

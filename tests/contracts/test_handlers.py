@@ -105,7 +105,7 @@ def handlers(tmp_path_factory: pytest.TempPathFactory) -> Named:
         for method in ("bitsandbytes", "compressed-tensors", "fp8", "mxfp4"):
             with quantizers.described_quantizers(is_partitioned=True):
                 dict(found)[names.MAKE_QUANTIZER](lambda method=method: Quantizer(method))
-    modules = accelerate.HANDLERS, trl.HANDLERS, deepspeed.HANDLERS, diffusion.SAVE_HANDLERS
+    modules = accelerate.HANDLERS, trl.HANDLERS, trl.ASYNC_HANDLERS, deepspeed.HANDLERS, diffusion.SAVE_HANDLERS
     for made in (*modules, diffusion.handlers(Options()), llamafactory.load_handlers(Options())):
         found.extend(made.items())
     return found
