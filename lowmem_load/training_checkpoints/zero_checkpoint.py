@@ -255,7 +255,7 @@ def open_checkpoint(
     module: dict[Any, Any] = at(tree, "module", dict, path)
     names = [name for name in at(tree, "buffer_names", list, path) if isinstance(name, str)]
     buffers = {name: files.replicated(own, name, module[name]) for name in names if name in module}
-    replicated = {**buffers, **_replicated(files, own)}
+    replicated = {**buffers, **_replicated(files, models[0])}
     shared: dict[str, str] = at(tree, "shared_params", dict, path)
     if not all(isinstance(name, str) for pair in shared.items() for name in pair):
         raise CheckpointError(f"{path}: its 'shared_params' are malformed")
