@@ -272,11 +272,11 @@ def run(
 def _files_in(folder: str) -> set[str]:
     """Return the names in a folder, also in a store, that a conversion would write to."""
     from lowmem_load.files.store_folder import StoreFolder
-    from lowmem_load.weights_out.folder import is_in_store
+    from lowmem_load.weights_out.folder import find_target, is_in_store
     from lowmem_load.weights_out.store import MARKER
 
     if is_in_store(folder):
-        return StoreFolder(folder).names(["."]) - {MARKER}  # another rank may have begun
+        return StoreFolder(find_target(folder)).names(["."]) - {MARKER}  # of a save that was killed
     return set(os.listdir(folder)) if os.path.isdir(folder) else set()
 
 

@@ -78,9 +78,9 @@ def consolidate(
     It takes what DeepSpeed's `save_checkpoint` writes under ZeRO-3, torch DCP (`.metadata` with `.distcp` or
     safetensors files), and the files of ranks of verl (`model_world_size_8_rank_3.pt`) and accelerate
     (`use_dcp=False`). The files say which it is. It does not run a pickle, and does not need a GPU or a process group.
-    A new folder appears all at once. Adapters go into it if the checkpoint has nothing else, otherwise into its folder
-    `adapter`. Returns what this process has written. Memory: buffers of 40 MiB (240 MiB to a
-    store), and the description of the checkpoint: some MiB, or 1.5 GiB for 512,000 chunks.
+    A new folder on a disk appears all at once. Adapters go into it if the checkpoint has nothing else, otherwise into
+    its folder `adapter`. Returns what this process has written. Memory: buffers of 40 MiB (240 MiB to a store), and the
+    description of the checkpoint: some MiB, or 1.5 GiB for 512,000 chunks.
 
     Args:
         checkpoint: folder that the trainer saved to, e.g. `checkpoint-500` of Trainer and accelerate.

@@ -22,6 +22,7 @@ import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.files.stand_ins import is_url
@@ -62,7 +63,10 @@ class Staging:
 def find_target(folder: str | os.PathLike[str]) -> str:
     """Return the folder of a save, without symbolic links, or in a store; raise ConfigError for a file or other URL."""
     if is_in_store(folder):
-        return os.fspath(folder)
+        url = urlsplit(os.fspath(folder))
+        if url.query or url.fragment:  # which are no part of a plain URL: the save would go to another folder
+            raise ConfigError(f"{plain_url(url.geturl())}...: the name of a folder in a store has no '?' and no '#'")
+        return url.geturl()
     refuse_url(folder)
     target = os.path.realpath(folder)
     # One look: whoever saves or tidies up may rename or remove it now.

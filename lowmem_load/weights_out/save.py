@@ -51,7 +51,8 @@ def save_model(
     are ordinary Hugging Face files, with the same names, keys, shards and bytes. Works under ZeRO-3 in every mode
     (offload, hpZ, partial ZeRO-3, frozen parts), under FSDP2, under stages 0 to 2, and without DeepSpeed. A new folder
     appears all at once when all ranks are done. In an existing one, files are replaced at that moment, and what a save
-    does not write stays; until then, and after a failure, all of it is as before.
+    does not write stays; until then, and after a failure, all of it is as before. A folder in a store does not load if
+    a save fails while it replaces files there; see docs/reference/guarantees.md.
 
     Args:
         model: a model of transformers, diffusers or PEFT (whose adapters are written), or an engine, DDP or a compiled
@@ -179,7 +180,7 @@ def write(
         name = plain_url(os.fspath(folder)).rstrip("/") if is_in_store else os.fspath(folder)
         scratch, report = Path(made), SaveReport(name, rank=ranks.rank, world_size=ranks.world_size)
         with ranks.step("planning the save", name=report.folder) as step, report.phase("plan"):
-            target = folders.find_target(report.folder)
+            target = folders.find_target(folder)
             weights = describe(scratch)
             if is_in_store and weights.merging is not None:
                 raise UnsupportedError(

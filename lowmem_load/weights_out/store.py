@@ -1,13 +1,14 @@
 """Saves into object stores: files are dealt to ranks, to which their bytes come bucket by bucket.
 
 [Note: all at once in a store] Nothing is there under the name of a file of weights until all files have been uploaded
-and all ranks have agreed. Then each rank completes its files, with one request for each, and the index comes last.
-Shards of a former save that have the same names would be a mixture with the new ones meanwhile, also for loaders that
-need no index. So that save goes away first, and the folder does not load until the new index is there. A single file
-takes the place of the former one at once. A former save with other names loads until it is removed, behind the new one.
+and all ranks have agreed. Then the former weights go away, and first what loaders look for. The files without weights
+follow, each rank completes its files, with one request for each, and the index comes last. So nobody finds new weights
+next to a former file, such as a configuration; but the folder does not load until the index, or the single file, is
+there.
 
 [Note: two saves to one place] Each save begins by writing its token into a file of one name. If the token is not there
-when all is uploaded, the save raises. So the later one of two saves wins, also over one that was killed.
+when all is uploaded, the save raises. So the later one of two saves wins, also over one that was killed, unless it
+begins while the other one replaces files.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -53,8 +54,13 @@ def write_to_store(
     """Upload files of weights, each by one rank, and the files in `scratch` by rank 0. Collective."""
     folder, token, is_first = StoreFolder(url), secrets.token_hex(8).encode(), ranks.rank == 0
     names = [Path(file.name) for file in files]
-    others = sorted((path.relative_to(scratch) for path in scratch.rglob("*") if path.is_file()), key=opens)
-    former, uploads = set[Path](), list[Upload]()
+    others = sorted(path.relative_to(scratch) for path in scratch.rglob("*") if path.is_file())
+    folders, uploads = {name.parent.as_posix() for name in names}, list[Upload]()
+
+    def put(*, is_opened: bool) -> None:
+        for name in others:
+            if opens(name) == is_opened:
+                folder.put(str(name), (scratch / name).read_bytes())
 
     def release() -> None:
         with contextlib.suppress(CheckpointError):
@@ -65,8 +71,7 @@ def write_to_store(
         with ranks.step("reaching the store", name=url):
             if is_first:
                 folder.put(MARKER, token)
-                found = folder.names({name.parent.as_posix() for name in names})
-                former = of_same_weights([*names, *others], map(Path, found))
+                folder.names(folders)  # if that is not allowed, it fails now
         with report.phase("write"):
             _upload(ranks, files, deliver, folder, uploads, on_bytes)
         with report.phase("rename"):
@@ -76,26 +81,19 @@ def write_to_store(
                         raise CheckpointError(
                             f"{url}: a second save to this folder has begun; give each a folder of its own"
                         )
-                    mixed = [name for name in names if name in former and not opens(name)]
-                    gone = of_same_weights(mixed, former)
-                    _delete(folder, gone)
+                    former = of_same_weights([*names, *others], map(Path, folder.names(folders)))
+                    for is_opened in (True, False):
+                        folder.delete([str(file) for file in former if opens(file) == is_opened])
+                    put(is_opened=False)
             with ranks.step("completing the uploads", name=url):
                 map_in_threads(Upload.complete, uploads, no_callback)
             with ranks.step("writing the index", name=url):
                 if is_first:
-                    for name in others:
-                        folder.put(str(name), (scratch / name).read_bytes())
-                    _delete(folder, former - gone - {*names, *others})
-                    folder.delete([MARKER])
+                    put(is_opened=True)
+                    release()
     except BaseException:
         _clean_up([upload.abort for upload in uploads] + [release] * is_first)
         raise
-
-
-def _delete(folder: StoreFolder, files: Collection[Path]) -> None:
-    """Delete files of weights, those that loaders look for first."""
-    for is_first in (True, False):
-        folder.delete([str(file) for file in files if opens(file) == is_first])
 
 
 def _upload(
@@ -134,8 +132,9 @@ def _upload(
                 del data  # before the next bucket is put together
     with ranks.step("uploading", name=folder.url):
         for number in own:
-            if (begun.get(number) or begin(number)).num_missing:
-                raise PlanError(f"{files[number].name}: {begun[number].num_missing} bytes were not uploaded")
+            upload = begun.get(number) or begin(number)
+            if upload.num_missing:
+                raise PlanError(f"{files[number].name}: {upload.num_missing} bytes were not uploaded")
 
 
 def _clean_up(acts: Sequence[Callable[[], None]]) -> None:

@@ -175,16 +175,30 @@ def test_a_folder_never_loads_a_mixture(checkpoints: Path, server: UploadServer,
     assert changes("50KB") == [*shards, f"put {index}"]
     gone = [f"delete {index}", *(shard.replace("put", "delete") for shard in shards)]
     assert changes("50KB") == [*gone, *shards, f"put {index}"]
-    assert changes("1GB") == ["put model.safetensors", *gone]
-    assert changes("1GB") == ["put model.safetensors"]
-    assert changes("50KB") == [*shards, f"put {index}", "delete model.safetensors"]
-    *others, put_index, _, _ = changes("30KB")
+    assert changes("1GB") == [*gone, "put model.safetensors"]
+    assert changes("1GB") == ["delete model.safetensors", "put model.safetensors"]
+    everything = server.changes[:]
+    assert everything.index("delete model.safetensors") < everything.index("put config.json")
+    assert everything.index("put config.json") < everything.index("put model.safetensors")
+    assert changes("50KB") == ["delete model.safetensors", *shards, f"put {index}"]
+    *others, put_index = changes("30KB")
     assert put_index == f"put {index}"
-    assert all(each.startswith("put model-0000") for each in others)
+    assert others[:3] == gone
     assert {*others}.isdisjoint(shards)
     assert server.changes[0] == f"put {saving.MARKER}"
     assert server.changes[-1] == f"delete {saving.MARKER}"
     model = AutoModelForCausalLM.from_pretrained(bucket / "run")  # the files of the last one alone
+
+
+@pytest.mark.parametrize("name", ["run#2", "run?lr=1e-4"])
+def test_a_name_that_a_url_would_cut_is_refused(
+    name: str, checkpoints: Path, server: UploadServer, bucket: Path
+) -> None:
+    """The save would go to the folder `run`, and replace what is there."""
+    model = AutoModelForCausalLM.from_pretrained(builders.tiny_qwen3_moe(checkpoints))
+    with pytest.raises(ConfigError, match=r"has no '\?' and no '#'"):
+        save_model(model, URL.replace("run", name))
+    assert not server.changes and not (bucket / "run").exists()
 
 
 def test_a_failure_while_shards_are_replaced_leaves_a_folder_that_does_not_load(
