@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -111,15 +111,28 @@ def _tolerant(name: ForeignName, handler: Handler) -> Handler:
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # the handler has begun
                 raise
             misfit = str(error)
-        result = ordinary(*args, **kwargs)  # raises its own error where the caller is wrong
+        if _is_wrong(ordinary, args, kwargs):
+            return ordinary(*args, **kwargs)  # which raises its own error
         package, _, newest = name.releases
         text = f"{name} of {package} {installed_release(package)} is called with other arguments than in {newest}"
         if not name.loss:
             raise IncompatibleVersionError(f"{text} ({misfit}); install {package}=={newest}, or a newer lowmem_load")
+        result = ordinary(*args, **kwargs)
         warn_of_loss(f"{text} ({misfit}), so {name.loss}")
         return result
 
     return handle
+
+
+def _is_wrong(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function does not take a call, as far as its signature is known."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return True
+    except ValueError:  # compiled functions may have no signature
+        return False
+    return False
 
 
 # -- the check ---------------------------------------------------------------------------------------------------------

@@ -106,12 +106,12 @@ def changed_elements(
         last = before[first : first + len(present)]
         if len(found := (present.view(bits) != last.view(bits).to(device)).nonzero().view(-1)):
             positions.append((found + first).to(_position_dtype(nest.numel)))
-            values.append(present[found])
+            values.append(present.view(bits)[found])  # torch does not index every dtype
             last.copy_(present)
         first += len(present)
     if not positions:
         return [torch.empty(0, dtype=_position_dtype(nest.numel)), before[:0]]
-    pair = [torch.cat(positions), torch.cat(values)]
+    pair = [torch.cat(positions), torch.cat(values).view(before.dtype)]
     return pair if sum(piece.nbytes for piece in pair) < before.nbytes else [before]
 
 
@@ -153,14 +153,14 @@ def read_message(
         yield part, positions, take(numel if count == ALL else count, dtype)
 
 
-def change_of(shape: Shape, parts: Iterable[tuple[Nest, torch.Tensor | None, torch.Tensor]]) -> Change:
+def change_of(shape: Shape, parts: Sequence[tuple[Nest, torch.Tensor | None, torch.Tensor]]) -> Change:
     """Return the change of a tensor from the nests, positions and values of its parts."""
     indices, values = [], []
     for nest, positions, present in parts:
         places = torch.arange(nest.numel, device=present.device) if positions is None else positions
         indices.append(flat_indices(nest, places).to(_position_dtype(math.prod(shape))))
-        values.append(present)
-    return Change(torch.cat(indices), torch.cat(values), shape)
+        values.append(present.view(_BITS[present.dtype.itemsize]))
+    return Change(torch.cat(indices), torch.cat(values).view(parts[0][2].dtype), shape)
 
 
 def flat_indices(nest: Nest, positions: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,7 @@ def iter_weights(
     Memory: on ranks that get tensors two times `bucket_bytes`, or two times the largest tensor if that is larger: the
     messages of a bucket, and its tensors. On accelerators messages that are padded may take as much again. A merge
     takes a few times its layer. With `changed_only` each rank keeps what it sent last in host memory: its part of the
-    model, in the dtype that is sent (pinned for an accelerator).
+    model, in the dtype that is sent. For an accelerator it is pinned, and torch rounds each bucket to a power of two.
 
     Raises:
         ConfigError: an argument cannot be used, an optimizer stepped or a weight changed between two buckets, or

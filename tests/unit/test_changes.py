@@ -28,7 +28,7 @@ from lowmem_load.weights_out.changes import (
 )
 from tests.unit.test_buckets import flat_regions, grids, messages_of, planned, source
 
-DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64]
+DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64, torch.uint16]
 HOST = torch.device("cpu")
 
 
