@@ -189,11 +189,11 @@ def save_trained(ordinary: Callable[..., None], trainer: Any, *args: Any, **kwar
             )
         state = NotGathered() if ranks.rank == 0 else None
         step.payload = _note_saves(run, model, engine, state)
-    reason, saves = step.payloads[0]
-    if reason:
-        if ranks.rank == 0:
+        if (reason := step.payload[0]) and ranks.rank == 0:  # here, because a filter may make the warning an error
             text = f"Trainer.save_model gathers the weights, as without lowmem_load: {reason}"
             warnings.warn(text, stacklevel=outside_level())
+    reason, saves = step.payloads[0]
+    if reason:
         with holding(IN_TRAINER, True):
             run()
         return

@@ -134,7 +134,7 @@ class Load:
             except Exception as error:  # noqa: BLE001  it is raised again unless the default loader may work
                 return fallback_reason(error, call, self.options)
             self._read(described, planned, executor, once, report)
-        self._hand_over(described, planned, report)
+        self._hand_over(described, report)
         return described.model, described.info
 
     def _agree_on_call(self, call: Call) -> Sequence[tuple[str, str]]:
@@ -220,20 +220,21 @@ class Load:
     ) -> None:
         """Make memory for the model and fill it. Collective: all ranks have finished, or all raise."""
         report.take_plan(planned.plan, described.settings.ds_config)
+        unset = ", ".join(target.name for target in planned.plan.targets if target.is_uninitialised)
         needed_bytes, bar = report.needed_bytes, "Loading partitions"
         reading_step = reading(self.ranks, described.name, [executor], needed_bytes, [report], bar=bar)
         with reading_step as state, report.phase("read"):
+            if unset:
+                report.notes.append(f"not in the files, and left uninitialized by transformers: {unset}; they are zero")
+                if report.rank == 0:  # in the step, because a filter may make the warning an error
+                    warnings.warn(f"{described.name}: {report.notes[-1]}", stacklevel=outside_level())
             once.progress, state.num_waits = state.progress, lambda: once.num_waits
             execute(planned, described.target, executor, once, state.on_part)
             described.constructor.finish(described.model, described.target.device)
         report.take_counts(executor.stats, once)
 
-    def _hand_over(self, described: Described, planned: PlannedModel, report: LoadReport) -> None:
+    def _hand_over(self, described: Described, report: LoadReport) -> None:
         """Complete the report and hand it over, on the model and to `on_load`."""
-        if unset := ", ".join(target.name for target in planned.plan.targets if target.is_uninitialised):
-            report.notes.append(f"not in the files, and left uninitialized by transformers: {unset}; they are zero")
-            if report.rank == 0:
-                warnings.warn(f"{described.name}: {report.notes[-1]}", stacklevel=outside_level())
         trained = {name for name, parameter in described.model.named_parameters() if parameter.requires_grad}
         if frozen := sorted(trained & described.constructor.frozen):
             report.notes.append(f"{listed(frozen)} train, as after an ordinary load, though the constructor froze them")

@@ -195,6 +195,10 @@ def load_corner_cases(llama: str, half: str) -> None:
     assert unset in get_load_report(forgetful).notes
     assert partition_of(forgetful.gate).abs().max().item() == 0.0
     assert len([w for w in caught if unset in str(w.message)]) == (1 if rank == 0 else 0)
+    with warnings.catch_warnings(), streaming(FP32):  # by `python -W error`, say
+        warnings.filterwarnings("error", message=".*left uninitialized")
+        with pytest.raises(RankError, match=f"rank 0: UserWarning: .*{unset}"):
+            Forgetful.from_pretrained(llama)
 
     state = AutoModelForCausalLM.from_pretrained(llama).state_dict() if rank == 0 else {}
     with pytest.raises(RankError, match="describing the model"), streaming(FP32):

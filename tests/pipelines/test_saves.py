@@ -114,6 +114,10 @@ def save_twice(path: str, out: str) -> None:
     del trainer.deepspeed.zero_gather_16bit_weights_on_model_save
     trainer.deepspeed._config.zero_config.gather_16bit_weights_on_model_save = True
     trainer._save = look  # a subclass that reads the weights gets them, as by default
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*gathers the weights")
+        with pytest.raises(RankError, match=r"rank 0: UserWarning: Trainer\.save_model gathers"):
+            trainer.save_model(folder / "looked into")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.save_model(folder / "looked into")
