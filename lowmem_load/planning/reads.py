@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from lowmem_load.planning.expression import Source
+from lowmem_load.planning.expression import Source, Strided
 from lowmem_load.planning.nest import Axis, Copy, Nest, extent, offsets
 
 
@@ -159,15 +159,23 @@ def plan_reads(copy: Copy, tensor: Source, limits: ReadLimits, *, on_host: bool)
 
 
 def plan_pieces(copy: Copy, itemsize: int, limits: ReadLimits) -> Iterator[tuple[int, int, Nest]]:
-    """Yield first element, elements spanned and nest of each piece of a copy that fits the staging limit."""
-    for first, numel, outer, nest in _blocks(copy.nest, itemsize, limits):
+    """Yield first element, elements spanned and nest of each piece of a copy that fits the staging limit.
+
+    The leaf is elementwise. Pieces end where rows of its parts do: one that ends within a block of a scale would have
+    the same scales read several times.
+    """
+    rows = (row for part in getattr(copy.leaf, "parts", ()) if isinstance(part, Strided) for row in part.rows)
+    row = max((row for row in rows if row * itemsize <= limits.staging_bytes), default=1)
+    for first, numel, outer, nest in _blocks(copy.nest, itemsize, limits, row):
         for start, destination in offsets(outer):
             yield first + start, numel, nest.shifted(destination=destination)
 
 
-def _blocks(nest: Nest, itemsize: int, limits: ReadLimits) -> Iterator[tuple[int, int, tuple[Axis, ...], Nest]]:
+def _blocks(
+    nest: Nest, itemsize: int, limits: ReadLimits, row: int = 1
+) -> Iterator[tuple[int, int, tuple[Axis, ...], Nest]]:
     # Yields `first`, `numel`, `outer` and `nest` of reads. Axes with small source strides are read at once, while gaps
-    # are within the limit. Others become loops of reads.
+    # are within the limit. Others become loops of reads. They end at the end of a row of the source, where they can.
     axes = sorted(nest.axes, key=lambda axis: axis.source)  # the order of the file, not of the destination
     budget = max(1, limits.staging_bytes // itemsize)
     span, num_inner = 1, 0  # elements that the axes so far reach from the first to the last, and their number
@@ -184,8 +192,13 @@ def _blocks(nest: Nest, itemsize: int, limits: ReadLimits) -> Iterator[tuple[int
     (widest_size, source, destination), inner = inner[-1], inner[:-1]  # the widest is cut so that blocks fit
     below = extent(inner, "source")
     block = max(1, (budget - below) // source + 1)
-    full, rest = divmod(widest_size, block)
-    for first, count, size in ((0, full, block), (full * block, 1, rest)):
+    head, per_row = 0, row // source if row % source == 0 else 1
+    if block >= per_row > 1:
+        head = -(nest.source // source) % per_row  # the start, up to the end of a row, and as many rows as fit
+        head += (block - head) // per_row * per_row
+        block -= block % per_row
+    full, rest = divmod(widest_size - head, block)
+    for first, count, size in ((0, 1, head), (head, full, block), (head + full * block, 1, rest)):
         if not (count and size):
             continue
         blocks = (Axis(count, block * source, block * destination),) if count > 1 else ()

@@ -289,6 +289,21 @@ def test_a_piece_of_an_operation_holds_no_more_than_a_staging_buffer() -> None:
     assert max(held) <= 1000 and len(held) == -(-4096 // 111)  # 5 bytes of each element, and 4 of the result
 
 
+@pytest.mark.parametrize(("start", "end", "most_reads"), [(0, 2048, 8), (100, 2048, 11), (517, 1800, 12), (3, 40, 4)])
+def test_pieces_end_where_blocks_of_scales_do(start: int, end: int, most_reads: int) -> None:
+    weights = ex.Source("file", "w", 0, (32, 64), torch.uint8)
+    scales = ex.Source("file", "s", 2048, (4, 8), torch.float32)  # one of each 8 x 8 weights
+    parts = ex.reshape(weights, (4, 8, 8, 8)), ex.expand(ex.reshape(scales, (4, 1, 8, 1)), (4, 8, 8, 8))
+    product = ex.Elementwise("mul", lambda values: values[0] * values[1], parts, (4, 8, 8, 8), torch.float32)
+    planner = Planner(ReadLimits(staging_bytes=9 * 520))  # a block of rows has 512 elements
+    fill = planner.plan_fill("x", product, FlatRange(start, end))
+    assert planner.costs([fill]).num_reads <= most_reads
+    stored = torch.frombuffer(bytearray(VALUES.numpy().tobytes()), dtype=torch.uint8)
+    factors = stored[2048:2176].view(torch.float32).view(4, 1, 8, 1)
+    expected = (stored[:2048].view(4, 8, 8, 8) * factors).view(-1)[start:end]
+    assert torch.equal(filled(planner, fill), expected)
+
+
 # -- a plan as data: what is equal, what is summed, what ranks have in common ------------------------------------------
 
 
