@@ -158,12 +158,13 @@ def plan_weights(engine: nn.Module, arguments: Arguments, taker: object = None) 
 
 def _plan(model: nn.Module, arguments: Arguments, shards: Sequence[RankShard], ranks: RankGroup) -> SendPlan:
     """Return the last plan of the model, or a new one if anything has changed that decides it on this rank."""
-    state = [arguments, ranks.group, ranks.rank, ranks.world_size, *_state_of(model)]
-    state += [(shard.source, shard.local_region, shard.is_master) for shard in shards]
+    given = [arguments, ranks.group, ranks.rank, ranks.world_size]
+    given += [(shard.source, shard.local_region, shard.is_master) for shard in shards]
     before, plan = _KEPT.pop(model, (None, None))
-    if plan is None or before != state:
+    if plan is None or before != (state := [*given, *_state_of(model)]):
         units = _units_of(model, arguments, shards)
         plan = SendPlan(units, shards, ranks, arguments.bucket_bytes)
+        state = [*given, *_state_of(model)]  # `save_pretrained` has put dtype and class into the configuration
     if not callable(arguments.names):  # it may choose others the next time
         _KEPT[model] = state, plan
     return plan

@@ -169,6 +169,7 @@ def send_all_again(path: str, out: str) -> None:
         assert not any(isinstance(new, Change) for _, new in pairs)
         return len(pairs)
 
+    model.config.dtype, model.config.architectures = torch.float64, None  # which `save_pretrained` corrects
     assert num_sent() == num_tensors
     assert num_sent() == 0, "nothing has changed"
     for between in ways_to_lose(model, rank):
