@@ -100,7 +100,7 @@ GIVEN: dict[str, list[str]] = {
         "inference_model",
         "save_model engine=lora_engine llm LoRARequest prompts",
         "engine state",
-        "vllm",
+        "vllm llm",
     ],
     "docs/howto/saving.md": ["engine"],
     "docs/howto/stores.md": ["load_model ds_config", "lowmem_load AutoTokenizer AutoModelForCausalLM installed zero3"],
@@ -255,7 +255,9 @@ SCRIPT: dict[str, Callable[[dict[str, Any]], Any]] = {
     "send_to_inference": lambda _: lambda *_: None,
     "inference_model": lambda _: SimpleNamespace(load_weights=dict),
     "LoRARequest": lambda _: SimpleNamespace,
-    "llm": lambda _: SimpleNamespace(llm_engine=SimpleNamespace(add_lora=serve), generate=lambda *_, **__: None),
+    "llm": lambda _: SimpleNamespace(
+        llm_engine=SimpleNamespace(add_lora=serve), generate=lambda *_, **__: None, reset_prefix_cache=lambda: True
+    ),
     "prompts": lambda _: ["What is"],
 }
 """Makes what a reader's script has. What needs a package that is not installed has a stand-in."""
