@@ -158,7 +158,7 @@ def plan_weights(engine: nn.Module, arguments: Arguments, taker: object = None) 
 
 def _plan(model: nn.Module, arguments: Arguments, shards: Sequence[RankShard], ranks: RankGroup) -> SendPlan:
     """Return the last plan of the model, or a new one if anything has changed that decides it on this rank."""
-    given = [arguments, ranks.group, ranks.rank, ranks.world_size]
+    given: list[Any] = [arguments, ranks.group, ranks.rank, ranks.world_size]
     given += [(shard.source, shard.local_region, shard.is_master) for shard in shards]
     before, plan = _KEPT.pop(model, (None, None))
     if plan is None or before != (state := [*given, *_state_of(model)]):
