@@ -29,6 +29,8 @@ A tensor has about ten containers and ten memo entries of at least nine bytes ea
 
 MAX_DIMS = 64  # the limit of numpy: many tensors may share one long tuple
 
+MAX_NAME = 1000  # characters: a few bytes can make one of any two long texts, or have it digested, again and again
+
 _MALFORMED = pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError, struct.error
 
 STORAGE_DTYPES: Mapping[str, torch.dtype] = {
@@ -236,6 +238,8 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001  (as torch.package does)
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a dtype, or the name alone."""
+        if len(module) + len(name) > MAX_NAME:
+            raise ValueError(f"a global whose name has {len(module) + len(name)} characters")
         full = f"{module}.{name}"
         if full in DTYPES:
             return DTYPES[full]
@@ -249,7 +253,8 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001  (as torch.package does)
     def persistent_load(self, pid: Any) -> Storage:
         """Return a storage."""
         kind, storage, key, _device, numel = pid
-        if kind != "storage" or not isinstance(storage, Global) or not isinstance(key, str) or not _is_size(numel):
+        is_storage = kind == "storage" and isinstance(storage, Global) and isinstance(key, str) and len(key) <= MAX_NAME
+        if not is_storage or not _is_size(numel):
             raise TypeError("a persistent id that is not a storage")
         return Storage(key, STORAGE_DTYPES[storage.name], numel)
 

@@ -13,7 +13,7 @@ import torch
 from lowmem_load.errors import CheckpointError
 from lowmem_load.files.inert_pickle import Storage, Tensor
 from lowmem_load.files.torch_zip import TorchZip
-from tests.pickles import NAMED, STORAGE, Call, assembled, saved, with_tensor
+from tests.pickles import FIRST, NAMED, STORAGE, Call, assembled, saved, with_tensor
 
 
 def test_tensors_are_described_with_their_views() -> None:
@@ -53,6 +53,9 @@ def test_code_is_refused_by_name_and_not_run(tmp_path: Path, function: Any, name
     assert not mark.exists()
 
 
+LONG = b"X\xd0\x07\x00\x00" + b"0" * 2000  # a short pickle can join it, or have it digested, many times
+
+
 @pytest.mark.parametrize(
     ("pickled", "text"),
     [
@@ -71,6 +74,8 @@ def test_code_is_refused_by_name_and_not_run(tmp_path: Path, function: Any, name
         (assembled(b"}K\x01K\x01s"), "entry 1 is a int"),
         (assembled(NAMED + STORAGE + b"s"), "entry 'a' is a Storage"),
         (with_tensor(b"K\x00K\x01\x85)"), "1 sizes and 0 strides"),
+        (assembled(LONG + b"q\x00h\x00\x93"), "a global whose name has 4000 characters"),
+        (with_tensor(FIRST, STORAGE.replace(b"X\x01\x00\x00\x000", LONG)), "a persistent id that is not a storage"),
     ],
 )  # fmt: skip
 def test_malformed_pickles(pickled: bytes, text: str) -> None:
