@@ -9,15 +9,18 @@ free, and so does the page cache, which the kernel gives back.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import platform
+import re
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from lowmem_load.files.memory import untouched_between
 from lowmem_load.text import fingerprint, size
 
 PROC, BOOT_ID = Path("/proc"), Path("/proc/sys/kernel/random/boot_id")
@@ -85,16 +88,22 @@ def rooms(rank: int) -> list[Room]:
     return shared
 
 
-def free_heap_bytes() -> int:
+def free_heap_bytes(*, is_mapped: bool) -> int:
     """Return the bytes that this process has from the system and uses no more, which new tensors may get.
 
-    Source: mallinfo2(3), since glibc 2.33. 0 without it.
+    Unless `is_mapped`, only those with pages: glibc goes on to count what `malloc_trim` has given back. In the heaps
+    of threads that does not show. Source: mallinfo2(3), since glibc 2.33. 0 without it.
     """
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
         return 0
     mallinfo.restype = _Mallinfo
-    return int(mallinfo().fordblks)
+    free_bytes = int(mallinfo().fordblks)
+    if not is_mapped:
+        with contextlib.suppress(OSError):  # no /proc
+            heap = re.search(r"^(\w+)-(\w+) .*\[heap\]$", (PROC / "self/maps").read_text(), re.MULTILINE)
+            free_bytes -= untouched_between(int(heap[1], 16), int(heap[2], 16)) if heap else 0
+    return max(0, free_bytes)
 
 
 class _Mallinfo(ctypes.Structure):

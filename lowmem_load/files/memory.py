@@ -147,8 +147,13 @@ _UNUSED = _num_references([_pages(1)])[0]
 
 def untouched_bytes(memory: torch.Tensor) -> int:
     """Return how many bytes of contiguous host memory have no pages yet, in full pages; 0 where that does not show."""
+    return untouched_between(memory.data_ptr(), memory.data_ptr() + memory.nbytes)
+
+
+def untouched_between(start: int, stop: int) -> int:
+    """Return the same for the bytes between two addresses."""
     page = mmap.PAGESIZE
-    first, end = -(-memory.data_ptr() // page), (memory.data_ptr() + memory.nbytes) // page
+    first, end = -(-start // page), stop // page
     if first >= end:
         return 0
     has_page, size = (ctypes.c_ubyte * (end - first))(), ctypes.c_size_t((end - first) * page)

@@ -66,17 +66,18 @@ def memory_uses(rank: int, plan: LoadPlan, described: Described, num_threads: in
     """
     target = described.target
     need = target.host_bytes(plan.targets)
-    new_bytes = need.new + plan.costs.largest_temporary_bytes + plan.companion_bytes + message_bytes - free_heap_bytes()
+    new_bytes = need.new + plan.costs.largest_temporary_bytes + plan.companion_bytes + message_bytes
     if target.device.type == "cpu":
         buffers = [buffer for buffer in plan.buffers if buffer.fill is not None]  # others are in memory already
         new_bytes += sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in buffers)
         new_bytes += plan.costs.staging_bytes
     elif described.settings.offload_device == "none":
         new_bytes += Uploads.missing_bytes(max(MIN_DEVICE_THREADS, num_threads))
-    return [
-        Use(room.place, room.pool, max(0, new_bytes + (0 if room.is_mapped else need.untouched)), room.free_bytes)
-        for room in rooms(rank)
-    ]
+
+    def needed(*, is_mapped: bool) -> int:
+        return max(0, new_bytes + (0 if is_mapped else need.untouched) - free_heap_bytes(is_mapped=is_mapped))
+
+    return [Use(room.place, room.pool, needed(is_mapped=room.is_mapped), room.free_bytes) for room in rooms(rank)]
 
 
 _TEXTS: Mapping[type[LowMemLoadError], tuple[str, str]] = {

@@ -11,7 +11,7 @@ import torch
 
 from lowmem_load.distributed import nodes
 from lowmem_load.distributed.nodes import Room, free_heap_bytes, node_name, rooms
-from lowmem_load.files.memory import map_memory, untouched_bytes
+from lowmem_load.files.memory import map_memory, trim_heap, untouched_bytes
 
 MEMINFO = (
     "MemTotal: 9000 kB\nMemFree: 100 kB\nMemAvailable: 2000 kB\nCached: 4000 kB\nSwapFree: 500 kB\nHugePages_Total: 0\n"
@@ -117,9 +117,14 @@ def test_a_limit_of_the_process_is_its_own(proc: Path, monkeypatch: pytest.Monke
 
 
 def test_heap_that_was_freed_counts_as_free() -> None:
-    blocks = [torch.empty(10_000, dtype=torch.uint8) for _ in range(5000)]
-    before, blocks = free_heap_bytes(), blocks[1::2]  # the holes between them stay with the process
-    assert free_heap_bytes() - before > 2500 * 10_000 * 0.9
+    def free() -> torch.Tensor:
+        return torch.tensor([free_heap_bytes(is_mapped=is_mapped) for is_mapped in (False, True)])
+
+    blocks = [torch.ones(10_000, dtype=torch.uint8) for _ in range(5000)]
+    before, blocks, least = free(), blocks[::10], 4500 * 10_000 * 0.9
+    assert (free() - before > least).all()  # the holes between them stay with the process
+    trim_heap()
+    assert (free() - before > least).tolist() == [False, True], "their pages do not"
     assert blocks
 
 

@@ -246,7 +246,7 @@ def test_shards_need_host_memory_until_they_have_pages(tmp_path: Path, monkeypat
     total_bytes = sum(parameter.nbytes for parameter in model.parameters())
     ctypes.CDLL(None).malloc_trim(0)  # else the heap may give memory that has pages of earlier tests
     model.to_empty(device="cpu")
-    monkeypatch.setattr(checks, "free_heap_bytes", lambda: 0)
+    monkeypatch.setattr(checks, "free_heap_bytes", lambda **_: 0)
     monkeypatch.setattr(checks, "rooms", lambda _: [Room("this node", "", 8 << 20)])
     with pytest.raises(MemoryShortageError, match=r"need \d+\.\d MiB, and 8\.00 MiB are free \(this node\)"):
         load_into(model, tmp_path)
