@@ -128,6 +128,12 @@ def _is_plain(name: str) -> bool:
     return is_name and not any(character in name for character in ("/", "\\", "\0", "?", "#"))
 
 
+def readable_name(url: str, lines: Iterable[str]) -> str:
+    """Return a name for a file or folder with the end of a URL and the digest of lines."""
+    readable = re.sub(r"[^\w.-]+", "-", url, flags=re.ASCII).strip("-.")[-100:]
+    return f"{readable}-{fingerprint(lines)}"
+
+
 def lay_out(origin: str, listing: Listing, fetch: Fetch, check: Check, *, tokenizers: bool = True) -> str:
     """Return the folder for a listing, filled by this process or by another one of this user."""
     small = {file for file, item in listing.items() if _is_small(file, item, tokenizers=tokenizers)}
@@ -142,8 +148,7 @@ def lay_out(origin: str, listing: Listing, fetch: Fetch, check: Check, *, tokeni
             raise CheckpointError(f"{origin}: lists a file with the impossible name {file[:80]!r}")
     lines = [f"{file} {item.name} {item.nbytes} {item.version}" for file, item in sorted(listing.items())]
     base, last = _own_folder(), origin.rpartition("/")[2]
-    readable = re.sub(r"[^\w.-]+", "-", origin, flags=re.ASCII).strip("-.")[-100:]
-    place = os.path.join(base, f"{readable}-{fingerprint([origin, *lines])}")
+    place = os.path.join(base, readable_name(origin, [origin, *lines]))
     folder = os.path.join(place, last if _is_plain(last) else "model")
     large = {file: item for file, item in listing.items() if file not in small}
     entries = {file: {field: getattr(item, field) for field in ENTRY} for file, item in large.items()}

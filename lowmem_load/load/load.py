@@ -30,10 +30,11 @@ from lowmem_load.errors import (
     outside_level,
 )
 from lowmem_load.files.executor import Executor
+from lowmem_load.files.local_copy import LocalCopies
 from lowmem_load.files.memory import naming_shortage
 from lowmem_load.files.mounts import read_cost
 from lowmem_load.files.remote_file import requests_in_flight
-from lowmem_load.files.stand_ins import is_stand_in, is_url, origin
+from lowmem_load.files.stand_ins import is_stand_in, is_url, open_file, origin
 from lowmem_load.load.checks import (
     agree_on_bytes,
     check_room,
@@ -71,10 +72,11 @@ FALLBACK_ATTRIBUTE = "lowmem_load_fallback"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to load. For `stream`, `weights` and `share_reads`, see `load_model`."""
+    """How to load. For `stream`, `weights`, `local_copy` and `share_reads`, see `load_model`."""
 
     stream: bool = False
     weights: str | None = None
+    local_copy: str | None = None
     share_reads: ShareReads = "auto"
     is_lenient: bool = False  # the default loader does what this one cannot, with a warning; see [Note: fallback]
     on_load: OnLoad | None = None  # called with the report of each load
@@ -82,6 +84,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.share_reads not in (known := get_args(ShareReads)):
             raise ConfigError(f"share_reads: asked for {self.share_reads!r}, expected one of {', '.join(known)}")
+        if self.local_copy is not None and (not self.local_copy or "://" in self.local_copy):
+            raise ConfigError(f"local_copy: expected a folder on a disk of the node, got {self.local_copy!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,7 @@ class Load:
             zero_init_disabled() as around,
             on_host(),
             random_state_of(of_ranks[0][1]),
-            make_executor(call, once.num_on_node) as executor,
+            make_executor(call, once.num_on_node, self.options.local_copy) as executor,
             contextlib.closing(once),
         ):
             executor.tasks.check = ranks.check
@@ -255,10 +259,13 @@ def find(call: Call, options: Options, ranks: RankGroup) -> None:
             call.move(*find_folder(call.path, call.kwargs, stream=options.stream, check=ranks.check))
 
 
-def make_executor(call: Call, num_ranks: int) -> Executor:
+def make_executor(call: Call, num_ranks: int, local_copy: str | None = None) -> Executor:
     """Return what reads for a call on one of so many ranks of a node."""
     if is_stand_in(call.path):
-        return Executor(num_threads=requests_in_flight(num_ranks))
+        opener = open_file if local_copy is None else LocalCopies(local_copy).open
+        return Executor(num_threads=requests_in_flight(num_ranks), open_source=opener)
+    if local_copy is not None:
+        raise ConfigError(f"{call.name}: is not read from a store, so remove local_copy")
     return Executor(num_threads=min(MAX_THREADS, cores(num_ranks)), num_if_cold=requests_in_flight(num_ranks))
 
 

@@ -47,6 +47,7 @@ def load_model(
     download: bool = True,
     share_reads: ShareReads = "auto",
     weights_from: str | os.PathLike[str] | None = None,
+    local_copy: str | os.PathLike[str] | None = None,
     **from_pretrained_kwargs: Any,
 ) -> Any:
     """Load a checkpoint straight into ZeRO-3 partitions or FSDP2 shards; return the model, in eval mode.
@@ -77,6 +78,9 @@ def load_model(
         weights_from: the local folder of a training checkpoint that has the weights, of any kind that `consolidate`
             accepts, also of DeepSpeed. `name` then only says which model it is. Each rank reads its own part, and any
             number of ranks may have saved it.
+        local_copy: a folder on a disk of the node, into which ranks write what they read from a store. The next load
+            on as many ranks reads it there, if the objects have the same size and ETag (or date). No other program can
+            load these copies. A disk that is slower than the store slows the load down. Default: no copy.
         **from_pretrained_kwargs: as for `from_pretrained`: revision, token, cache_dir, subfolder, ...
 
     Memory: the partitions, and where bytes are cast or rearranged, `LoadPlan.costs.staging_bytes` for each reading
@@ -95,7 +99,8 @@ def load_model(
         mesh = init_device_mesh("cuda", (8,))
         model = load_model("Qwen/Qwen3-8B", mesh=mesh).train()  # FSDP2
     """
-    options = Options(stream=not download, weights=weights_folder(weights_from), share_reads=share_reads)
+    weights, copies = weights_folder(weights_from), None if local_copy is None else os.fsdecode(local_copy)
+    options = Options(stream=not download, weights=weights, local_copy=copies, share_reads=share_reads)
     key, target = target_of(ds_config=ds_config, mesh=mesh, distributed_config=distributed_config)
     request = Request(name, auto_class, dtype, from_pretrained_kwargs)
     if key != "ds_config":

@@ -213,6 +213,31 @@ def read_once(place: Place, path: str) -> dict[str, int]:
     return sent
 
 
+def load_from_copies(place: Place, path: str) -> None:
+    """Rank function: a restart asks the store for no weights, unless an object was replaced; on ZeRO-3 and a mesh."""
+    rank, reference, url = place.start(), transformers.AutoModelForCausalLM.from_pretrained(path), place(path, "s3")
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+
+    def weights_sent(**target: Any) -> dict[str, int]:
+        place.set()
+        copies = f"{place.temporary}/copies-{'mesh' in target}"  # else a mesh finds what ZeRO-3 has read
+        model = load_model(url, dtype=torch.bfloat16, local_copy=copies, **target)
+        assert (differing if "mesh" in target else differences)(model, reference) == []
+        sent = place.stats()["path_bytes"]
+        return {name.rpartition("/")[2]: nbytes for name, nbytes in sent.items() if name.endswith(".safetensors")}
+
+    for target in ({"ds_config": BF16}, {"mesh": mesh}):
+        assert weights_sent(**target)
+        assert weights_sent(**target) == {}
+    first, *others = sorted(Path(path).glob("*.safetensors"))
+    if rank == 0:
+        os.utime(first)
+    sent = weights_sent(mesh=mesh)
+    assert sent.pop(first.name) >= first.stat().st_size * 0.95
+    assert sent == {other.name: stand_ins.HEAD_BYTES for other in others}
+    assert weights_sent(mesh=mesh) == {}
+
+
 def large_llama(checkpoints: Path) -> Path:
     """A checkpoint of more bytes than the headers and small files of a load are."""
     sizes = {"hidden_size": 384, "intermediate_size": 1024, "vocab_size": 16_000, "num_hidden_layers": 4}
@@ -233,6 +258,7 @@ def test_what_loads_from_a_folder_loads_from_a_url(checkpoints: Path, place: Pla
         load_partitions: cases(checkpoints),
         load_shards: [str(mixtral), str(llama)],
         run_script: str(llama),
+        load_from_copies: str(shutil.copytree(llama, checkpoints / "remote-copied", dirs_exist_ok=True)),
         read_once: str(large),
     }
     answers = run(load_all, place, arguments)
