@@ -233,13 +233,14 @@ class PartitionedPart:
 
 
 def full_state_dict(model: nn.Module, *, without_frozen: bool) -> dict[str, torch.Tensor] | None:
-    """Return a model's full state dict in host memory on rank 0, None on the others. Collective: all ranks."""
+    """Return the tensors of a model's full state dict in host memory on rank 0, None on the others. Collective."""
     rank = deepspeed.comm.get_rank()
     full: dict[int, torch.Tensor] = {}  # by identity: a tied parameter has several names
     state = {
         name: value
         for name, value in model.state_dict(keep_vars=True).items()
-        if value.requires_grad or not (without_frozen and isinstance(value, nn.Parameter))
+        if isinstance(value, torch.Tensor)  # and not an extra state
+        and (value.requires_grad or not (without_frozen and isinstance(value, nn.Parameter)))
     }
     for value in state.values():
         if id(value) not in full:

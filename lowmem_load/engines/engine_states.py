@@ -93,7 +93,7 @@ class Zero3State:
         self.buffers = {name: buffer for name, buffer in engine.module.named_buffers() if name in state}
         self.extra_states = {
             f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE: module
-            for name, module in engine.module.named_modules()
+            for name, module in engine.module.named_modules(remove_duplicate=False)
             if type(module).set_extra_state is not nn.Module.set_extra_state
         }
 

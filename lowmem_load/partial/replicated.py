@@ -24,6 +24,7 @@ from torch import nn
 from lowmem_load.engines.engine import PartitionedPart
 from lowmem_load.engines.zero3_target import chosen_parameters
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
+from lowmem_load.models.wrappers import extra_states
 from lowmem_load.training_checkpoints.plain_values import read_plain
 from lowmem_load.training_checkpoints.zero_checkpoint import REPLICATED_FILE
 
@@ -31,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Version of the file."""
+
+EXTRA_STATES = "extra states"
+"""Key of what modules that take an extra state gave, by name."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -62,9 +66,12 @@ class ReplicatedPart:
     def __init__(self, model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
         inside = chosen_parameters(chosen)
         chosen_buffers = {id(buffer) for module in chosen.values() for buffer in module.buffers()}
+        chosen_modules = {id(below) for module in chosen.values() for below in module.modules()}
         self.parameters = {name: p for name, p in model.named_parameters() if id(p) not in inside}
         self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}  # of both parts
         self.buffers = {name: b for name, b in model.named_buffers() if id(b) not in chosen_buffers}
+        states = extra_states(model).items()
+        self.extra_states = {name: module for name, module in states if id(module) not in chosen_modules}
         self.optimizer: torch.optim.Optimizer | None = None
         self.masters: dict[str, nn.Parameter] = {}  # what the optimizer updates, by name of the parameter
         self.groups: Mapping[str, int] = {}  # numbers of the groups of what is trained, in the optimizer's order
@@ -159,6 +166,7 @@ class ReplicatedPart:
                 name: p.detach() for name, p in self.parameters.items() if p.requires_grad or not exclude_frozen
             },
             "excluded": [name for name, p in self.parameters.items() if exclude_frozen and not p.requires_grad],
+            EXTRA_STATES: {name: module.get_extra_state() for name, module in self.extra_states.items()},
             "whole": self.state_dict(),
         }
 
@@ -167,11 +175,12 @@ class ReplicatedPart:
 
         `num_groups` is that of the optimizer that is loaded; None if none is.
         """
-        for kind, tensors in self._persistent().items():
-            differ = sorted(set(state[kind]) ^ (set(tensors) - set(state["excluded"]))) if strict else []
-            for name, value in state[kind].items():
-                if name in tensors and value.shape != tensors[name].shape:
-                    differ.append(name)
+        kinds: Mapping[str, Mapping[str, Any]] = {**self._persistent(), EXTRA_STATES: self.extra_states}
+        for kind, own in kinds.items():
+            saved = state.get(kind, {})  # lowmem_load before 0.4 saved no extra states
+            differ = sorted(set(saved) ^ (set(own) - set(state["excluded"]))) if strict else []
+            shared = saved.keys() & own.keys() if kind != EXTRA_STATES else ()
+            differ += [name for name in shared if saved[name].shape != own[name].shape]
             if differ:
                 raise ConfigError(f"the checkpoint's replicated part has other {kind} than the model: {listed(differ)}")
         if num_groups is None:
@@ -209,6 +218,9 @@ class ReplicatedPart:
             for name, value in state[kind].items():
                 if name in tensors:
                     tensors[name].copy_(value)
+        for name, value in state.get(EXTRA_STATES, {}).items():
+            if name in self.extra_states:
+                self.extra_states[name].set_extra_state(value)
         masters = state["whole"]["masters"]
         for name, slot in self._slots.items():
             slot.master.copy_(masters.get(name, slot.parameter))

@@ -19,6 +19,7 @@ from lowmem_load.files.remote_file import requests_in_flight
 from lowmem_load.load.checks import agree_on_bytes, identify_files
 from lowmem_load.load.execute import reading
 from lowmem_load.renamed import renamed_keywords
+from lowmem_load.symbolic.attributes import EXTRA_STATE
 from lowmem_load.text import fingerprint
 from lowmem_load.training_checkpoints.zero_checkpoint import (
     FP32,
@@ -73,8 +74,9 @@ def load_checkpoint(
         load_dir: folder that `save_checkpoint` was given, on a file system that all ranks share. Nodes may have it
             under different paths.
         tag: tag of the checkpoint. Default: the one that the file `latest` names.
-        load_module_strict: whether the checkpoint must have each parameter of the module, and no others. If False,
-            parameters that it lacks stay as they are, and the optimizer's state for them becomes zero. Default: True.
+        load_module_strict: whether the checkpoint must have each parameter, buffer and extra state of the module, and
+            no others. If False, those that it lacks stay as they are, and the optimizer's state for such parameters
+            becomes zero. Default: True.
         load_optimizer_states: whether to load moments, hyperparameters and loss scale. The fp32 weights are always
             loaded. Default: True.
         load_lr_scheduler_states: whether to load the state of the lr scheduler, if the engine has one. Default: True.
@@ -212,12 +214,16 @@ def _match(checkpoint: ZeroCheckpoint, state: Zero3State, wanted: Wanted) -> dic
                 f"{parameter.name}: was saved as {stored}, and is {parameter.tensor.dtype} here, in partitions of "
                 f"{parameter.dtype}; quantized weights cannot be filled by others"
             )
-    expected |= state.buffers
-    found = {**checkpoint.replicated, **{name: parameter.values for name, parameter in saved.items()}}
+    without_shape = torch.empty(0)
+    module = (name for name in checkpoint.own.tree["module"] if isinstance(name, str))
+    extra_states = {name: without_shape for name in module if name.rpartition(".")[2] == EXTRA_STATE}
+    expected |= {**state.buffers, **dict.fromkeys(state.extra_states, without_shape)}
+    values = {name: parameter.values for name, parameter in saved.items()}
+    found = {**checkpoint.replicated, **extra_states, **values}
     found = {name: tensor for name, tensor in found.items() if name in expected}
     required = expected.keys() - optional if wanted.strict else set()
     compared = {name: each for name, each in expected.items() if name in found or name in required}
-    unknown = set(checkpoint.of_module) - set(expected) if wanted.strict else ()
+    unknown = {*checkpoint.of_module, *extra_states} - set(expected) if wanted.strict else ()
     if differences := differences_of(found, compared, unknown, "engine"):
         raise CheckpointError(f"{checkpoint.folder}: is a checkpoint of another model: {differences}")
     return saved

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowmem_load.engines.engine import full_state_dict
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
 from lowmem_load.partial.replicated import (
     FORMAT,
@@ -52,6 +53,35 @@ def test_a_state_that_does_not_fit_is_refused(caplog: pytest.LogCaptureFixture) 
     state["whole"]["masters"].pop("b.bias")
     with pytest.raises(ConfigError, match=r"other parameters: b\.bias"):
         other.check(state, strict=True, num_groups=1)
+
+
+class Counting(nn.Linear):
+    """Has an extra state."""
+
+    calls = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def test_extra_states_are_saved_and_loaded(tmp_path: Path) -> None:
+    models = [nn.ModuleDict({"a": Counting(2, 2), "b": Counting(2, 2)}) for _ in range(2)]
+    saved, part = (ReplicatedPart(model, {"b": model["b"]}) for model in models)  # b's are in the engine's files
+    models[0]["a"].calls, models[0]["b"].calls = 3, 4
+    assert list(full_state_dict(models[0], without_frozen=False) or ()) == ["a.weight", "a.bias", "b.weight", "b.bias"]
+    save_replicated(str(tmp_path), saved.state(exclude_frozen=False))
+    state = load_replicated(str(tmp_path))
+    part.check(state, strict=True, num_groups=None)
+    part.load(state, optimizer=False)
+    assert (models[1]["a"].calls, models[1]["b"].calls) == (3, 0)
+    del state["extra states"]  # as lowmem_load 0.3 saved it
+    part.check(state, strict=False, num_groups=None)
+    part.load(state, optimizer=False)
+    with pytest.raises(ConfigError, match=r"other extra states than the model: a\._extra_state"):
+        part.check(state, strict=True, num_groups=None)
 
 
 def test_weights_alone_are_loaded_in_fp32() -> None:

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +97,19 @@ def test_parameters_that_the_module_does_not_save_are_said(tmp_path: Path) -> No
     assert model.tensors.keys() == VALUES.keys() and model.left_out == ("c",)
 
 
+WANTED = Wanted(None, strict=True, optimizer=True, scheduler=False, counters=False, allow_pickle=False)
+
+
+def state_of(tensors: Mapping[str, Any], frozen: Sequence[str] = ()) -> Any:
+    """Return what is matched of a `Zero3State` with these parameters."""
+    parameters = [
+        HeldParameter(name, tuple(tensor.shape), NOTHING, 0, 0, tensor.dtype, tensor)
+        for name, tensor in tensors.items()
+    ]
+    of_frozen = [parameter for parameter in parameters if parameter.name in frozen]
+    return SimpleNamespace(parameters=parameters, frozen=of_frozen, optional=(), buffers={}, extra_states={})
+
+
 @pytest.mark.parametrize(("dtype", "fits"), [(torch.bfloat16, True), (torch.float16, False)])
 def test_packed_weights_are_not_cast(tmp_path: Path, dtype: torch.dtype, *, fits: bool) -> None:
     """A QLoRA run that was saved in bf16 and resumes in fp16: its packed bytes lie in tensors of these dtypes."""
@@ -103,17 +117,28 @@ def test_packed_weights_are_not_cast(tmp_path: Path, dtype: torch.dtype, *, fits
     tensors: dict[str, Any] = {name: torch.empty(values.shape) for name, values in VALUES.items()}
     tensors["packed"] = nn.Parameter(torch.empty(8, 1, dtype=dtype), requires_grad=False)
     tensors["packed"].quant_state = object()
-    parameters = [
-        HeldParameter(name, tuple(tensor.shape), NOTHING, 0, 0, tensor.dtype, tensor)
-        for name, tensor in tensors.items()
-    ]
-    engine: Any = SimpleNamespace(parameters=parameters, frozen=parameters[-1:], optional=(), buffers={})
-    wanted = Wanted(None, strict=True, optimizer=True, scheduler=False, counters=False, allow_pickle=False)
+    engine = state_of(tensors, frozen=["packed"])
     with Executor() as executor, contextlib.ExitStack() as stack:
         checkpoint = open_checkpoint(str(place), executor)
         if not fits:
             stack.enter_context(pytest.raises(UnsupportedError, match=r"packed: was saved as torch\.bfloat16"))
-        assert _match(checkpoint, engine, wanted).keys() == tensors.keys()
+        assert _match(checkpoint, engine, WANTED).keys() == tensors.keys()
+
+
+def test_extra_states_are_matched_as_by_load_state_dict(tmp_path: Path) -> None:
+    place = save_zero3(tmp_path, VALUES, world_size=1)
+    edited(place, "model", lambda state: state["module"].update({"a._extra_state": {"calls": 1}}))
+    engine = state_of(VALUES)
+    with Executor() as executor:
+        checkpoint = open_checkpoint(str(place), executor)
+        engine.extra_states = {"a._extra_state": nn.Module()}
+        _match(checkpoint, engine, WANTED)
+        engine.extra_states = {"b._extra_state": nn.Module()}
+        _match(checkpoint, engine, replace(WANTED, strict=False))
+        with pytest.raises(
+            CheckpointError, match=r"missing: b\._extra_state \(1\); not in the engine: a\._extra_state"
+        ):
+            _match(checkpoint, engine, WANTED)
 
 
 def test_each_rank_gets_what_it_has_saved(tmp_path: Path) -> None:
