@@ -30,7 +30,7 @@ from lowmem_load.errors import UnsupportedError
 from lowmem_load.load.lazy import are_lazy, describe_lazily, fill_partitions, fill_sharded
 from lowmem_load.load.load import Options, fall_back, fallback_reason, find, make_executor
 from lowmem_load.load.report import LoadReport
-from lowmem_load.models.active import active_zero3_config, draws_no_missing
+from lowmem_load.models.active import active_zero3_config, draws_no_missing, random_states
 from lowmem_load.models.loader import SHARDS, Call
 from lowmem_load.models.model_folder import rename_loaded
 from lowmem_load.models.quantizers import stays_packed
@@ -48,7 +48,8 @@ _NOT_LAZY = (
 
 def load_lazily(call: Call, *, options: Options) -> tuple[nn.Module, dict[str, Any]]:
     """Run a call; return a model that is lazy until accelerate shards it. Local: only then do the ranks agree."""
-    ranks, state, device_map = RankGroup(None), torch.get_rng_state(), call.kwargs.pop("device_map", None)
+    ranks, device_map = RankGroup(None), call.kwargs.pop("device_map", None)
+    state, restore = torch.get_rng_state(), random_states()
     find(call, options, Alone())
     executor = make_executor(call, environment.ranks_on_node(ranks.world_size))
     report = LoadReport(call.name, ranks.rank, ranks.world_size)
@@ -65,7 +66,7 @@ def load_lazily(call: Call, *, options: Options) -> tuple[nn.Module, dict[str, A
         return rename_loaded((model, info))
     if device_map is not None:
         call.kwargs["device_map"] = device_map
-    return fall_back(call, "accelerate", reason, state)
+    return fall_back(call, "accelerate", reason, restore)
 
 
 def is_for_fsdp2(kwargs: Mapping[str, Any]) -> bool:

@@ -17,7 +17,6 @@ from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 
 from lowmem_load import foreign_names
@@ -35,7 +34,13 @@ from lowmem_load.load.load_into import filling, skeletons_sharded
 from lowmem_load.load.report import OnLoad
 from lowmem_load.load.request import make_load
 from lowmem_load.models import diffusion, loader
-from lowmem_load.models.active import active_zero3_config, begins_after_drop, deepspeed_config, load_lock
+from lowmem_load.models.active import (
+    active_zero3_config,
+    begins_after_drop,
+    deepspeed_config,
+    load_lock,
+    random_states,
+)
 from lowmem_load.models.loader import SHARDS, Call
 from lowmem_load.models.model_folder import rename_loaded
 from lowmem_load.planning.replicas import ShareReads
@@ -176,7 +181,7 @@ def _load_sharded(call: loader.TransformersCall, *, options: Options) -> tuple[n
     def ranks() -> RankGroup:  # without a group, transformers makes one
         return RankGroup(None) if has_group() else Alone()
 
-    random_state = torch.get_rng_state()
+    restore = random_states()
     try:
         # An error of one rank, such as a folder that it lacks, is one of all.
         with ranks().session(f"the load of {call.name}"):
@@ -189,7 +194,7 @@ def _load_sharded(call: loader.TransformersCall, *, options: Options) -> tuple[n
                     raise  # on all ranks: what one alone raises is a RankError
     except Exception as error:  # noqa: BLE001  it is raised again unless the default loader may work
         reason = fallback_reason(error, call, options)
-    return fall_back(call, "transformers", reason, random_state)
+    return fall_back(call, "transformers", reason, restore)
 
 
 # -- what is replaced once a program imports it. Our modules are imported then, or by the first call -------------------

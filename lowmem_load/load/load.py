@@ -6,11 +6,10 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-import torch
 from torch import nn
 
 from lowmem_load.config.settings import Settings
@@ -48,7 +47,7 @@ from lowmem_load.load.execute import execute, reading
 from lowmem_load.load.make_plan import PlannedModel, make_plan
 from lowmem_load.load.read_once import ReadOnce
 from lowmem_load.load.report import LoadReport, OnLoad
-from lowmem_load.models.active import on_host, show_ds_config
+from lowmem_load.models.active import on_host, random_states, show_ds_config
 from lowmem_load.models.loader import Call, configuration_of, is_left_alone, is_local
 from lowmem_load.models.model_folder import commit_in, find_folder, rename_loaded
 from lowmem_load.phases import Progress, computing
@@ -93,7 +92,7 @@ class Load:
     """Loads models by one set of settings on one group of ranks.
 
     [Note: fallback] Describing and planning show whether a model can be loaded here. If it cannot, on all ranks alike,
-    nothing has been allocated or read, and the random state is put back. So transformers can start the load afresh.
+    nothing has been allocated or read, and the random states are put back. So transformers can start the load afresh.
     """
 
     settings: Settings
@@ -105,10 +104,10 @@ class Load:
         """Run a `from_pretrained`; return the model, filled and with its report, and the loading info. Collective."""
         with self.ranks.session(f"the load of {call.name}"):
             find(call, self.options, self.ranks)
-            random_state = torch.get_rng_state()
+            restore = random_states()
             loaded = self._load(call)
             if isinstance(loaded, str):
-                return fall_back(call, "the default ZeRO-3 loader", loaded, random_state)
+                return fall_back(call, "the default ZeRO-3 loader", loaded, restore)
             return rename_loaded(loaded)
 
     def _load(self, call: Call) -> LoadedModel | str:
@@ -281,9 +280,9 @@ def fallback_reason(error: Exception, call: Call, options: Options) -> str:
     return error_text(error)
 
 
-def fall_back(call: Call, loader: str, reason: str, random_state: torch.Tensor) -> LoadedModel:
-    """Run a call as without lowmem_load, with a warning. See [Note: fallback]."""
-    torch.set_rng_state(random_state)
+def fall_back(call: Call, loader: str, reason: str, restore: Callable[[], object]) -> LoadedModel:
+    """Run a call as without lowmem_load, with a warning; `restore` puts random states back. See [Note: fallback]."""
+    restore()
     text = f"{call.name}: lowmem_load cannot load this, so {loader} does: {reason}"
     warnings.warn(text, FallbackWarning, stacklevel=outside_level())
     model, info = call.run()

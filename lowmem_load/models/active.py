@@ -6,12 +6,14 @@ import contextlib
 import functools
 import inspect
 import logging
+import random
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import torch
 import transformers.integrations.deepspeed as hf_deepspeed
 import transformers.modeling_utils as modeling_utils
@@ -105,6 +107,18 @@ def draws_no_missing() -> bool:
     initialise: Any = inspect.unwrap(getattr(PreTrainedModel, "_initialize_missing_keys", draws_no_missing))
     knows_fsdp = "is_fsdp_enabled" in initialise.__code__.co_names
     return knows_fsdp and modeling_utils.is_fsdp_enabled() and not modeling_utils.is_local_dist_rank_0()
+
+
+def random_states() -> Callable[[], None]:
+    """Return what puts the random states of Python, numpy and torch (on the host) back to what they are now."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+    def restore() -> None:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+    return restore
 
 
 def on_host() -> contextlib.AbstractContextManager[object]:

@@ -22,7 +22,7 @@ from lowmem_load import foreign_names
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.files.executor import Executor
 from lowmem_load.foreign_names import ForeignName
-from lowmem_load.models.active import transformers_models
+from lowmem_load.models.active import random_states, transformers_models
 from lowmem_load.models.loader import building_handlers, file_format
 from lowmem_load.models.model_folder import HUB_KEYWORDS
 from lowmem_load.models.quantizers import packed_format
@@ -49,7 +49,7 @@ def filled_by(fill: Fill, weights: str | None = None) -> Iterator[None]:
         raise UnsupportedError(
             "this release of transformers cannot shard a model; shard it yourself and call load_into"
         )
-    random_state = torch.get_rng_state()
+    restore = random_states()
     is_filling = False  # the load that `fill` does is an ordinary one
     keywords: dict[str, Any] = {}
 
@@ -78,7 +78,7 @@ def filled_by(fill: Fill, weights: str | None = None) -> Iterator[None]:
                 "pp_size > 1: each pipeline stage has a part of the model; load them without lowmem_load"
             )
         building.close()  # the load that fills it builds a model of its own, and draws what this constructor has drawn
-        torch.set_rng_state(random_state)
+        restore()
         _set_dtypes(model, load_config.dtype_plan or {})
         if load_config.hf_quantizer is not None:
             model.hf_quantizer = load_config.hf_quantizer  # as `from_pretrained` does later

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import os
+import random
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import deepspeed
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -90,6 +92,10 @@ def test_a_model_that_stays_replicated_is_not_an_order_mistake(ds_config: Any, i
 
 
 class Unfillable(LlamaForCausalLM):  # type: ignore[misc]
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.drawn = np.random.random(), random.random()
+
     def to_empty(self, **_: Any) -> Any:
         raise UnsupportedError("its memory is its own")
 
@@ -108,10 +114,14 @@ def test_a_sharded_load_that_is_not_supported_falls_back_to_transformers(
         with pytest.raises(UnsupportedError, match="its memory is its own"):
             Unfillable.from_pretrained(llama, distributed_config=sharding)
         return
+    before = np.random.get_state(), random.getstate()
     with pytest.warns(FallbackWarning, match="so transformers does: UnsupportedError: its memory is its own") as caught:
         model = Unfillable.from_pretrained(llama, distributed_config=sharding)
     assert [warning.filename for warning in caught if warning.category is FallbackWarning] == [__file__]
     uninstall()
+    np.random.set_state(before[0])
+    random.setstate(before[1])
+    assert model.drawn == (np.random.random(), random.random()), "as if it had been built once"
     expected = LlamaForCausalLM.from_pretrained(llama).state_dict()
     assert all(torch.equal(expected[name], tensor) for name, tensor in model.state_dict().items())
 
