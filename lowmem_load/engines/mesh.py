@@ -6,6 +6,7 @@ The only module that touches private names of DTensor. Checked against torch 2.1
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -33,6 +34,10 @@ def is_mesh(value: object) -> bool:
 def offloads(policy: Mapping[str, Any]) -> bool:
     """Return whether the keywords of `fully_shard` keep shards in host memory."""
     return isinstance(policy.get("offload_policy"), CPUOffloadPolicy)
+
+
+POLICY = inspect.signature(fully_shard).parameters.keys() - {"module", "mesh"}
+"""Keywords of `fully_shard` that say how it shards."""
 
 
 def shard_fully(model: nn.Module, mesh: Any, blocks: Iterable[nn.Module], policy: Mapping[str, Any]) -> None:

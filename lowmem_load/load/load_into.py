@@ -22,7 +22,7 @@ from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.environment import has_group
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.distributed.steps import RankGroup
-from lowmem_load.engines.mesh import is_mesh, mesh_device, offloads, reshard, shard_fully
+from lowmem_load.engines.mesh import POLICY, is_mesh, mesh_device, offloads, reshard, shard_fully
 from lowmem_load.engines.sharded_target import Sharded, ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.files.stand_ins import origin
@@ -315,6 +315,8 @@ def load_sharded(request: Request, sharding: Any, policy: Mapping[str, Any] | No
             raise ConfigError(f"load_model: {sharding!r} is neither a DeviceMesh nor a DistributedConfig")
         if policy is not None and not is_mesh(sharding):
             raise ConfigError("fully_shard_kwargs: goes with a mesh; a DistributedConfig has its own settings")
+        if misplaced := sorted(request.kwargs.keys() & POLICY):
+            raise ConfigError(f"{', '.join(misplaced)}: is for fully_shard; pass it in fully_shard_kwargs, with a mesh")
         # Without the addresses of objects, texts are the same on ranks which pass the same.
         texts = {key: re.sub(r" at 0x[0-9a-f]+", "", repr(value)) for key, value in (policy or {}).items()}
         compared = {f"fully_shard_kwargs {key}": text for key, text in texts.items()}

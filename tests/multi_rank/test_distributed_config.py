@@ -118,6 +118,8 @@ def refuse(path: str) -> None:
         load_model(path, mesh=mesh, partition=["model"])
     with pytest.raises(ConfigError, match="fully_shard_kwargs"):
         load_model(path, distributed_config=DistributedConfig(fsdp_size=2), fully_shard_kwargs={})
+    with pytest.raises(ConfigError, match="mp_policy: is for fully_shard; pass it in fully_shard_kwargs"):
+        load_model(path, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     with pytest.raises(UnsupportedError, match="Own: its class does not load through transformers' from_pretrained"):
         load_model(path, {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}, auto_class=Own)
     with pytest.raises(UnsupportedError, match=r"llama.*: its class does not load through"):
