@@ -170,8 +170,13 @@ def _show_steps(store: str, as_json: bool) -> None:
 
 @app.command()
 def consolidate(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder that the trainer saved to.", show_default=False)],
-    output: Annotated[str, typer.Argument(help="Folder to create, also in s3://, gs:// or az://.", show_default=False)],
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="Folder that the trainer saved to.", show_default=False)
+    ],
+    output: Annotated[
+        str,
+        typer.Argument(metavar="OUTPUT", help="Folder to create, also in s3://, gs:// or az://.", show_default=False),
+    ],
     tag: Annotated[
         str | None, typer.Option(help="Tag of a DeepSpeed checkpoint. Default: the one in its file `latest`.")
     ] = None,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer import BadParameter
 
 import lowmem_load
@@ -46,6 +47,13 @@ def test_subcommands_and_the_version_are_shown() -> None:
     assert "  run  " in found.stdout + found.stderr
     assert run("--version").stdout == f"lowmem-load {lowmem_load.__version__}\n"
     assert lowmem_load.__version__ == version("lowmem-load")
+
+
+def test_arguments_are_named_in_upper_case() -> None:
+    commands: Any = typer.main.get_command(start.app)
+    arguments = [each for command in commands.commands.values() for each in command.params if "-" not in each.opts[0]]
+    assert [each.metavar for each in arguments if each.metavar != str(each.metavar).upper()] == []
+    assert len(arguments) == 4
 
 
 @pytest.mark.parametrize(
