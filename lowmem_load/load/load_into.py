@@ -392,7 +392,7 @@ def skeletons_sharded(
         packed_format(model).pack_skeleton(model)
         shard(model)
         filled.append(model)
-        keywords |= hub_keywords(kwargs, skeleton.FILE_KEYWORDS)
+        keywords |= hub_keywords(kwargs, skeleton.READ_KEYWORDS)
         with holding(IS_LOADING, False):  # a handler gets what `end` loads
             return end(IntoModule(model, name, dtype=dtype, kwargs=keywords))
 

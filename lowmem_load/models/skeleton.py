@@ -35,7 +35,7 @@ from lowmem_load.training_checkpoints.open_model import open_model
 Fill = Callable[[nn.Module, torch.dtype, dict[str, Any]], Mapping[str, Any]]
 """Fills a skeleton, given the dtype of the load and the keywords of the constructor; returns the loading info."""
 
-FILE_KEYWORDS = (*HUB_KEYWORDS, "variant", "use_safetensors", "ignore_mismatched_sizes", "key_mapping", "weights_only")
+READ_KEYWORDS = (*HUB_KEYWORDS, "variant", "use_safetensors", "ignore_mismatched_sizes", "key_mapping", "weights_only")
 """Keywords of a `from_pretrained` that say which files to read, and how."""
 
 
