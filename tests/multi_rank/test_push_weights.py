@@ -7,7 +7,7 @@ import queue
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from json import loads
 from pathlib import Path
 from types import SimpleNamespace
@@ -392,15 +392,6 @@ def sync_as_trl(paths: dict[str, str]) -> None:
         gc.collect()
 
 
-def test_trl_syncs_in_buckets(checkpoints: Path) -> None:
-    pytest.importorskip("trl.generation.vllm_generation")
-    paths = {
-        "llama": str(builders.tiny_llama(checkpoints, torch.float32)),
-        "tied": str(builders.tiny_qwen2_tied(checkpoints, torch.float32)),
-    }
-    run_ranks(sync_as_trl, paths, timeout_s=200)
-
-
 class AsyncServer:
     """Stands for the HTTP side of a server, which gets as many tensors as it was told of while the trainer sends."""
 
@@ -478,10 +469,14 @@ def sync_asynchronously(paths: dict[str, str]) -> None:
         assert "merge_adapter" not in vars(model)
 
 
-def test_trl_syncs_asynchronous_trainers(checkpoints: Path) -> None:
-    pytest.importorskip("trl.experimental.async_grpo.async_grpo_trainer")
-    paths = {
-        "llama": str(builders.tiny_llama(checkpoints, torch.float32)),
-        "mixtral": str(builders.tiny_mixtral(checkpoints, torch.float32)),
-    }
-    run_ranks(sync_asynchronously, paths, timeout_s=100)
+@pytest.mark.parametrize(
+    ("module", "sync", "other"),
+    [
+        ("trl.generation.vllm_generation", sync_as_trl, {"tied": builders.tiny_qwen2_tied}),
+        ("trl.experimental.async_grpo.async_grpo_trainer", sync_asynchronously, {"mixtral": builders.tiny_mixtral}),
+    ],
+)
+def test_trl_syncs(checkpoints: Path, module: str, sync: Callable[[dict[str, str]], None], other: Any) -> None:
+    pytest.importorskip(module)
+    build = {"llama": builders.tiny_llama, **other}
+    run_ranks(sync, {name: str(one(checkpoints, torch.float32)) for name, one in build.items()}, timeout_s=200)
