@@ -4,7 +4,7 @@ import contextlib
 import gc
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +96,6 @@ def path(checkpoints: Path) -> str:
     return str(builders.tiny_llama(checkpoints, vocab_size=VOCAB_SIZE))
 
 
-def test_memory_and_copies_are_as_stated(path: str) -> None:
-    run_ranks(load_in_all_ways, path, env=SIMULATED)
-
-
 def do_everything_under_a_default_device(llama: str, bert: str, folder: str) -> None:
     """Rank function, in an image without a compiler, and after the script has set a default device."""
     os.environ |= {"PATH": folder, "CXX": f"{folder}/c++", "CC": f"{folder}/cc", "TORCH_EXTENSIONS_DIR": folder}
@@ -157,10 +153,6 @@ def load_to_pinned_memory(path: str) -> None:
     assert counters()["host memory given back"][0] == len(large)
 
 
-def test_pinned_partitions_are_made_once(path: str) -> None:
-    run_ranks(load_to_pinned_memory, path, env=SIMULATED)
-
-
 def free_pinned_memory_too_early(path: str) -> bool:
     """Rank function: a partition goes while a copy of it is under way."""
     from tests.device.simulated import set_speed
@@ -193,5 +185,6 @@ def run_out_of_memory(path: str) -> None:
         load_model(path, BF16)
 
 
-def test_a_rank_without_memory_fails_on_all(path: str) -> None:
-    run_ranks(run_out_of_memory, path, env=SIMULATED)
+@pytest.mark.parametrize("check", [load_in_all_ways, load_to_pinned_memory, run_out_of_memory])
+def test_memory(check: Callable[[str], None], path: str) -> None:
+    run_ranks(check, path, env=SIMULATED)

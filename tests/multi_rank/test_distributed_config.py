@@ -3,6 +3,7 @@
 import inspect
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +99,6 @@ def train(path: str, mesh: Any, kind: str) -> None:
     assert found[-1] < found[0], kind
 
 
-def test_training_goes_as_after_a_plain_load(checkpoints: Path) -> None:
-    run_ranks(train_all, str(builders.tiny_llama(checkpoints)), timeout_s=120)
-
-
 class Own(transformers.LlamaForCausalLM):  # type: ignore[misc]
     """Loads in its own way."""
 
@@ -134,10 +131,6 @@ def refuse(path: str) -> None:
             load_model(path, distributed_config=DistributedConfig(pp_size=2))
 
 
-def test_what_cannot_be_sharded_is_refused(checkpoints: Path) -> None:
-    run_ranks(refuse, str(builders.tiny_llama(checkpoints)))
-
-
 def load_installed(path: str) -> None:
     """Rank function: an unchanged script under `install()`."""
     from transformers.distributed import DistributedConfig
@@ -160,8 +153,12 @@ def load_installed(path: str) -> None:
     lowmem_load.integrations.install.uninstall()
 
 
-def test_install_takes_sharded_loads(checkpoints: Path) -> None:
-    run_ranks(load_installed, str(builders.tiny_mixtral(checkpoints)))
+@pytest.mark.parametrize(
+    ("check", "build"),
+    [(train_all, builders.tiny_llama), (refuse, builders.tiny_llama), (load_installed, builders.tiny_mixtral)],
+)
+def test_sharded_loads(check: Callable[[str], None], build: Callable[[Path], Path], checkpoints: Path) -> None:
+    run_ranks(check, str(build(checkpoints)), timeout_s=120)
 
 
 def load_dequantized(path: str, options: dict[str, Any]) -> list[int]:

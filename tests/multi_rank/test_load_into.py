@@ -311,10 +311,6 @@ def refuse_all(path: str) -> None:
         load_into(wrapped, path)
 
 
-def test_what_cannot_be_filled_is_refused_by_name(checkpoints: Path) -> None:
-    run_ranks(refuse_all, str(builders.tiny_llama(checkpoints)))
-
-
 def fill_in_dtypes(path: str) -> None:
     """Rank function: any floating-point dtype is that of the ordinary load, by either keyword, and no other."""
     mesh = init_device_mesh("cpu", (start(),))
@@ -396,5 +392,6 @@ def fill_with_others(path: str) -> None:
     assert bool((model.mean == 7).all()) and bool((model.tower.weight.to_local() == 7).all())
 
 
-def test_what_is_next_to_the_model_is_named(checkpoints: Path) -> None:
-    run_ranks(fill_with_others, str(builders.tiny_llama(checkpoints)))
+@pytest.mark.parametrize("check", [refuse_all, fill_with_others])
+def test_what_is_refused_and_what_is_left(check: Callable[[str], None], checkpoints: Path) -> None:
+    run_ranks(check, str(builders.tiny_llama(checkpoints)))

@@ -2,7 +2,7 @@
 
 import re
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -149,15 +149,6 @@ def test_after_an_engine_that_failed_another_one_trains(checkpoints: Path, ranks
     run_ranks(fail_and_go_on, str(path), ranks)
 
 
-def refuse_and_change(path: str) -> None:
-    refuse(path)
-    change_later(path)
-
-
-def test_initialize_refuses_and_changes_after_it_are_seen(checkpoints: Path) -> None:
-    run_ranks(refuse_and_change, str(builders.tiny_llama(checkpoints, torch.float32)), timeout_s=180)
-
-
 def load_in_several_ways(llm: str, bert: str) -> None:
     DistributedInterface()
 
@@ -269,6 +260,6 @@ def call_deepspeed_initialize(path: str) -> None:
         assert type(engine) is deepspeed.DeepSpeedEngine
 
 
-def test_what_deepspeed_initialize_is_given(checkpoints: Path) -> None:
-    path = builders.tiny_llama(checkpoints, torch.float32)
-    run_ranks(call_deepspeed_initialize, str(path), timeout_s=180)
+@pytest.mark.parametrize("check", [refuse, change_later, call_deepspeed_initialize])
+def test_what_is_refused_and_what_is_given(check: Callable[[str], None], checkpoints: Path) -> None:
+    run_ranks(check, str(builders.tiny_llama(checkpoints, torch.float32)), timeout_s=180)

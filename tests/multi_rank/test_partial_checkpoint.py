@@ -90,11 +90,6 @@ def assert_same_state(expected: dict[str, torch.Tensor] | None, state: dict[str,
         assert [name for name in expected if not torch.equal(expected[name], state[name])] == []
 
 
-def test_resume_gives_the_same_losses_and_weights(checkpoints: Path, tmp_path: Path) -> None:
-    path = builders.tiny_llama(checkpoints, torch.float32)
-    run_ranks(resume, str(path), str(tmp_path), timeout_s=300)
-
-
 def other_order(model: nn.Module) -> list[dict[str, Any]]:
     """The groups of `two_rates`, each with its parameters the other way round."""
     return [{**group, "params": group["params"][::-1]} for group in two_rates(model)]
@@ -141,11 +136,6 @@ def resume_with_another_optimizer(path: str, folder: str) -> None:
     assert train(engine, 3, 6) == losses
 
 
-def test_resume_with_another_order_or_other_groups(checkpoints: Path, tmp_path: Path) -> None:
-    path = builders.tiny_llama(checkpoints, torch.float32)
-    run_ranks(resume_with_another_optimizer, str(path), str(tmp_path), timeout_s=200)
-
-
 def load_broken(path: str, folder: str) -> None:
     """Rank function: what is said of a folder without a checkpoint, and of one without the whole part."""
     engine = make_engine(path, CONFIG)
@@ -172,11 +162,6 @@ def load_broken(path: str, folder: str) -> None:
     with pytest.raises(CheckpointError, match=r"lowmem_load_whole_states\.pt") as caught:
         engine.load_checkpoint(folder, tag="one")
     assert caught.type is CheckpointError
-
-
-def test_a_checkpoint_without_the_whole_part_is_refused(checkpoints: Path, tmp_path: Path) -> None:
-    path = builders.tiny_llama(checkpoints, torch.float32)
-    run_ranks(load_broken, str(path), str(tmp_path), timeout_s=120)
 
 
 def load_into_another(path: str, folder: str) -> None:
@@ -223,6 +208,6 @@ def load_into_another(path: str, folder: str) -> None:
         engine.load_checkpoint(f"{folder}/scale")
 
 
-def test_checkpoints_of_other_models(checkpoints: Path, tmp_path: Path) -> None:
-    path = builders.tiny_llama(checkpoints, torch.float32)
-    run_ranks(load_into_another, str(path), str(tmp_path), timeout_s=200)
+@pytest.mark.parametrize("check", [resume, resume_with_another_optimizer, load_broken, load_into_another])
+def test_checkpoints(check: Callable[[str, str], None], checkpoints: Path, tmp_path: Path) -> None:
+    run_ranks(check, str(builders.tiny_llama(checkpoints, torch.float32)), str(tmp_path), timeout_s=300)
