@@ -1,6 +1,8 @@
 """A file on a server that is an HTTP server and, as the environment says, S3."""
 
+import contextlib
 import os
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,17 @@ S3 = {
     "AWS_SECRET_ACCESS_KEY": "secret-key",
     "AWS_SESSION_TOKEN": "session-token",
 }
+
+
+@contextlib.contextmanager
+def memory_below(nbytes: int) -> Iterator[None]:
+    """Fail if Python's objects take as much memory inside."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < nbytes
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.fixture

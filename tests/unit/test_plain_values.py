@@ -3,7 +3,6 @@
 import resource
 import struct
 import time
-import tracemalloc
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from lowmem_load.files.inert_pickle import objects
 from lowmem_load.files.torch_zip import TorchObjects, describe_objects
 from lowmem_load.training_checkpoints.plain_values import NeedsCodeError, PlainValues, read_plain
 from tests.pickles import assembled
+from tests.unit.conftest import memory_below
 
 
 def read(value: Any, folder: Path) -> Any:
@@ -170,13 +170,7 @@ HOSTILE = {
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_pickles_run_nothing_and_stay_small(kind: str) -> None:
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    tracemalloc.start()
-    try:
-        with pytest.raises(NeedsCodeError):
-            made_of(HOSTILE[kind])
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 64 * len(HOSTILE[kind]) + (8 << 20)
+    with memory_below(64 * len(HOSTILE[kind]) + (8 << 20)), pytest.raises(NeedsCodeError):
+        made_of(HOSTILE[kind])
     assert time.process_time() - start < 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512 << 10  # KiB
