@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import types
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,21 +109,17 @@ TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gra
 def resolve(config: dict[str, Any], world_size: int = 4, hidden_size: int | None = 64) -> dict[str, Any]:
     before = copy.deepcopy(config)
     try:
-        resolved = Settings(config, 3, torch.bfloat16, world_size).for_model(namespace(hidden_size=hidden_size))
+        resolved = Settings(config, 3, torch.bfloat16, world_size).for_model(SimpleNamespace(hidden_size=hidden_size))
     finally:
         assert config == before, "the settings that were to be resolved have changed"
     return dict(resolved.ds_config)
-
-
-def namespace(**attributes: Any) -> types.SimpleNamespace:
-    return types.SimpleNamespace(**attributes)
 
 
 # ---- Settings.for_model
 
 
 def test_trainer_resolves_to_the_same() -> None:
-    args = types.SimpleNamespace(
+    args = SimpleNamespace(
         world_size=4, per_device_train_batch_size=8, gradient_accumulation_steps=1, max_grad_norm=1.0,
         learning_rate=5e-5, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, weight_decay=0.0,
         save_on_each_node=False, fp16=False, fp16_full_eval=False, bf16=True, bf16_full_eval=False,
@@ -133,12 +128,11 @@ def test_trainer_resolves_to_the_same() -> None:
     trainer = HfTrainerDeepSpeedConfig(HF_ZERO3)
     try:
         trainer.trainer_config_process(args)
-        model = types.SimpleNamespace(config=types.SimpleNamespace(hidden_size=64))
+        model = SimpleNamespace(config=SimpleNamespace(hidden_size=64))
         trainer.trainer_config_finalize(args, model, num_training_steps=10)
     finally:
         unset_hf_deepspeed_config()
     ours = resolve(HF_ZERO3)
-
     for section in ("optimizer", "scheduler"):
         del ours[section], trainer.config[section]
     assert ours == trainer.config
@@ -158,22 +152,18 @@ def test_trainer_resolves_to_the_same() -> None:
 )
 def test_batch_sizes(given_sizes: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
     config = {key: size for key, size in zip((TRAIN, MICRO, STEPS), given_sizes, strict=True) if size is not None}
-
     resolved = resolve(config)
-
     assert tuple(resolved.get(key) for key in (TRAIN, MICRO, STEPS)) == expected
 
 
 def test_the_precision_is_explicit_and_other_keys_of_its_sections_stay() -> None:
     resolved = resolve({"fp16": {"enabled": "auto", "loss_scale": 0}, "bf16": {"check_grad_overflow": False}, MICRO: 1})
-
     assert resolved["fp16"] == {"enabled": False, "loss_scale": 0}
     assert resolved["bf16"] == {"enabled": True, "check_grad_overflow": False}
 
 
 def test_sequence_parallel_ranks_share_samples() -> None:
     resolved = resolve({TRAIN: "auto", MICRO: 2, "sequence_parallel_size": 2})
-
     assert resolved[TRAIN] == 4  # 2 * 1 * (4 / 2)
     with pytest.raises(ConfigError, match=r"sequence_parallel_size: expected a divisor of the 4 rank\(s\), got 3"):
         resolve({MICRO: 2, "sequence_parallel_size": 3})
@@ -187,10 +177,8 @@ def test_all_unresolvable_keys_are_one_error() -> None:
     config["fp16"]["loss_scale"] = "auto"
     config["steps_per_print"] = "auto"
     config |= {TRAIN: 0, MICRO: "8", STEPS: True}
-
     with pytest.raises(ConfigError) as caught:
         resolve(config, hidden_size=None)
-
     first, *lines = str(caught.value).splitlines()
     assert first == "ds_config: 12 key(s) cannot be resolved"
     assert {line.split(":")[0] for line in lines} == {
@@ -217,7 +205,6 @@ def test_what_deepspeed_itself_calls_auto_stays() -> None:
         MICRO: 1,
     }
     resolved = resolve(config)
-
     assert {key: resolved[key] for key in config} == config
     assert for_loading(config)["data_types"] == config["data_types"]
     with pytest.raises(ConfigError, match=r"- data_types\.grad_accum_dtype: cannot be resolved"):
@@ -238,7 +225,6 @@ def test_deepspeed_accepts_the_resolved_config(config: dict[str, Any], monkeypat
 
     resolved = resolve(config, world_size=1)
     accepted = DeepSpeedConfig(copy.deepcopy(resolved))
-
     assert accepted.zero_optimization_stage == 3
     assert accepted.bfloat16_config.enabled
     assert not accepted.float16_config.enabled
@@ -257,12 +243,12 @@ def refuse_text_config() -> None:
 @pytest.mark.parametrize(
     ("model_config", "expected"),
     [
-        (namespace(hidden_size=64), 64),
-        (namespace(text_config=namespace(hidden_sizes=(16, 24))), 24),
-        (namespace(hidden_size=64, text_config=namespace(hidden_size=48)), 64),
-        (namespace(hidden_size=None, text_config=namespace(hidden_size=48)), 48),
-        (namespace(hidden_sizes=[]), None),
-        (namespace(get_text_config=refuse_text_config), None),
+        (SimpleNamespace(hidden_size=64), 64),
+        (SimpleNamespace(text_config=SimpleNamespace(hidden_sizes=(16, 24))), 24),
+        (SimpleNamespace(hidden_size=64, text_config=SimpleNamespace(hidden_size=48)), 64),
+        (SimpleNamespace(hidden_size=None, text_config=SimpleNamespace(hidden_size=48)), 48),
+        (SimpleNamespace(hidden_sizes=[]), None),
+        (SimpleNamespace(get_text_config=refuse_text_config), None),
         (None, None),
         (GPT2Config(n_embd=48), 48),
         (ResNetConfig(hidden_sizes=[8, 24, 16, 8]), 24),
