@@ -28,7 +28,7 @@ from lowmem_load.models.model_class import PROCESSOR_FILES, TOKENIZER_FILES
 from lowmem_load.models.model_folder import find_file
 from lowmem_load.phases import Progress
 from lowmem_load.planning.expression import Source
-from lowmem_load.planning.nest import extent, nests_within
+from lowmem_load.planning.nest import Nest, extent, nests_within
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.renamed import renamed_keywords
@@ -177,15 +177,22 @@ def _read_pieces(
 
 
 def _read_piece(piece: PlannedTensor, shares: Mapping[str, ShareOfTensor]) -> torch.Tensor:
-    """Return a piece of a file, read by spans of the tensors of the checkpoint."""
+    """Return a piece of a file, read by spans of the tensors of the checkpoint. Spans that overlap are read once."""
     value = torch.empty(piece.shape, dtype=piece.dtype, device="cpu")
     place_constants(piece, value)
-    for copy in piece.copies:
-        if isinstance(copy.leaf, Source):
-            span = FlatRange(copy.nest.source, copy.nest.source + extent(copy.nest.axes, "source"))
-            with replace(shares[copy.leaf.name], region=span).memory() as chunks:
-                for memory, region in chunks:
-                    for part in nests_within(copy.nest, region, copy.leaf.shape):
+    wanted: list[tuple[Source, FlatRange, list[Nest]]] = []
+    pairs = [(copy.leaf, copy.nest) for copy in piece.copies if isinstance(copy.leaf, Source)]
+    for leaf, nest in sorted(pairs, key=lambda pair: (pair[0].name, pair[1].source)):
+        start, end, nests = nest.source, nest.source + extent(nest.axes, "source"), [nest]
+        if wanted and wanted[-1][0].name == leaf.name and start < wanted[-1][1].end:
+            _, before, others = wanted.pop()
+            start, end, nests = before.start, max(end, before.end), [*others, nest]
+        wanted.append((leaf, FlatRange(start, end), nests))
+    for leaf, span, nests in wanted:
+        with replace(shares[leaf.name], region=span).memory() as chunks:
+            for memory, region in chunks:
+                for nest in nests:
+                    for part in nests_within(nest, region, leaf.shape):
                         scatter_elements(part, memory, value)
     return value
 

@@ -14,6 +14,13 @@ from typer.testing import CliRunner
 from lowmem_load import consolidate
 from lowmem_load.cli.start import app
 from lowmem_load.errors import CheckpointError, ConfigError, TruncatedFileError, UnsupportedError
+from lowmem_load.files.executor import Executor
+from lowmem_load.models.saver import SavedFile
+from lowmem_load.planning.expression import Source, permute
+from lowmem_load.planning.regions import NOTHING
+from lowmem_load.resume.consolidate import ShareOfTensor, _read_piece
+from lowmem_load.training_checkpoints.saved_state import in_bands
+from lowmem_load.weights_out.weight_files import cut, lay_out
 from tests import builders
 from tests.zero_checkpoint import save_zero3
 
@@ -215,3 +222,16 @@ def test_pods_export_a_world_size_without_ranks(
     assert "rank 0 of 1" in result.output and "made of a checkpoint of DeepSpeed's ZeRO: 4 files" in result.output
     assert "No config.json was written" in result.output
     assert not (tmp_path / "made" / "config.json").exists()
+
+
+def test_a_piece_of_a_transposed_tensor_reads_it_once(tmp_path: Path) -> None:
+    """A piece begins and ends within a row, so its elements are copied in three parts, each of which spans all."""
+    values = torch.arange(40 * 30.0).view(40, 30)
+    (tmp_path / "data").write_bytes(values.numpy().tobytes())
+    leaf = Source(str(tmp_path / "data"), "p", 0, (40, 30), torch.float32)
+    layout = lay_out(SavedFile("f", {"t": permute(leaf, (1, 0))}, {}))
+    with Executor() as executor:
+        share = ShareOfTensor("p", in_bands(leaf), NOTHING, executor, torch.empty(700, dtype=torch.uint8))
+        pieces = [_read_piece(piece, {"p": share}) for piece in cut(layout, 333 * 4)]
+        assert torch.equal(torch.cat(pieces), values.t().flatten())
+        assert executor.stats.read_bytes <= len(pieces) * values.nbytes
