@@ -144,7 +144,10 @@ def random_state_text() -> str:
 
 @contextlib.contextmanager
 def random_state_of(common: str) -> Iterator[None]:
-    """Give this rank the random state of rank 0, so that missing keys are initialized equally on all ranks."""
+    """Give this rank the random state of rank 0, so that missing keys are initialized equally on all ranks.
+
+    If its own is another one, it goes on from there as if it had drawn nothing; after the default load it would have.
+    """
     if not common or random_state_text() == common:
         yield
         return
