@@ -4,7 +4,7 @@ What a rank must keep is taken from DeepSpeed: its `zero.Init` partitions copies
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,6 +70,15 @@ def assert_loads_alike(
         assert sorted(map(str, keys)) == sorted(map(str, info[kind])), (case, kind)
     assert not name or model.config.name_or_path == name
     return report
+
+
+def assert_equal(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], case: Any = "") -> None:
+    """Asserts that tensors of equal names are equal, bit for bit."""
+    assert sorted(found) == sorted(wanted), case
+    for name, value in wanted.items():
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), (case, name)
+        ours, theirs = (each.detach().reshape(-1).view(torch.uint8) for each in (found[name], value))
+        assert torch.equal(ours, theirs), (case, name)
 
 
 def differences(model: nn.Module, reference: nn.Module, group: Any = None) -> list[str]:

@@ -19,10 +19,11 @@ from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import ConfigError, RankError
 from lowmem_load.weights_out.rank_shards import rank_shards, unwrapped
 from tests import builders
-from tests.multi_rank.test_iter_weights import assert_equal, saved
+from tests.multi_rank.test_iter_weights import saved
 from tests.multi_rank.test_load_into import filled, meshes
 from tests.multi_rank.test_push_weights import Taker
 from tests.multi_rank.test_save import ADAM, BF16, FP32, stage_3
+from tests.parity import assert_equal
 from tests.ranks import run_ranks
 
 SHARES = (0.0, 0.0, 0.002, 0.05, 0.5, 1.0)

@@ -28,6 +28,7 @@ from tests.model_digest import model_digest
 from tests.multi_rank.test_load_into import filled, meshes
 from tests.multi_rank.test_modes import is_compiled
 from tests.multi_rank.test_save import ADAM, BF16, FP32, adapted, counted, stage_3
+from tests.parity import assert_equal
 from tests.ranks import run_ranks
 
 NAMES = ("all_gather_single", "all_gather_into_tensor", "gather", "broadcast", "isend", "irecv")
@@ -40,13 +41,6 @@ def saved(model: Any, folder: str, **kwargs: Any) -> dict[str, torch.Tensor]:
     save_model(model, folder, **kwargs)
     files = sorted(Path(folder).glob("*.safetensors"))
     return {name: value for file in files for name, value in load_file(file).items()}
-
-
-def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], case: Any) -> None:
-    assert sorted(found) == sorted(wanted), case
-    for name, value in wanted.items():
-        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), (case, name)
-        assert torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)), (case, name)
 
 
 def assert_sent(

@@ -27,9 +27,10 @@ from lowmem_load.integrations.install import streaming
 from lowmem_load.weights_out.iter_weights import hand_over
 from tests import builders
 from tests.model_digest import model_digest
-from tests.multi_rank.test_iter_weights import COLLECTIVES, assert_equal
+from tests.multi_rank.test_iter_weights import COLLECTIVES
 from tests.multi_rank.test_load_into import filled, meshes
 from tests.multi_rank.test_save import FP32, adapted, counted
+from tests.parity import assert_equal
 from tests.ranks import run_ranks
 
 

@@ -27,6 +27,7 @@ from lowmem_load.errors import CheckpointError, ConfigError, RankError, Unsuppor
 from tests import builders
 from tests.multi_rank import test_partial_training as partial
 from tests.multi_rank.test_modes import is_compiled
+from tests.parity import assert_equal
 from tests.ranks import run_ranks
 from tests.storage import fail_once
 from tests.zero_checkpoint import save_zero3
@@ -137,12 +138,6 @@ def whole_state(engine: Any) -> dict[str, torch.Tensor]:
         with deepspeed.zero.GatheredParameters([parameter]):
             found[name] = parameter.detach().clone()
     return found
-
-
-def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """Assert that two states are the same, bit for bit."""
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 # -- what two ranks save ---------------------------------------------------------------------------------------------

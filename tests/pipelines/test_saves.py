@@ -20,8 +20,9 @@ from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import ConfigError, RankError, UnsupportedError
 from lowmem_load.integrations.install import uninstall
 from tests import builders
-from tests.multi_rank.test_resume import KEYS, assert_equal, whole_state
+from tests.multi_rank.test_resume import KEYS, whole_state
 from tests.multi_rank.test_save import equal_folders
+from tests.parity import assert_equal
 from tests.ranks import run_ranks
 from tests.zero_checkpoint import save_zero3
 

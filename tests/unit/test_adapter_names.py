@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 
 from lowmem_load import CheckpointError, ConfigError, consolidate
+from tests.parity import assert_equal
 from tests.zero_checkpoint import save_zero3
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:::{package}") for package in ("peft", "torch")]
@@ -65,11 +66,6 @@ def saved_by_peft(model: Any, folder: Path, adapter: str = "default") -> Path:
 def save(state: Tensors, folder: Path) -> Path:
     dcp.save({"model": state}, checkpoint_id=str(folder), no_dist=True)
     return folder
-
-
-def assert_equal(found: Tensors, expected: Tensors) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 @pytest.mark.parametrize(
