@@ -20,7 +20,7 @@ import torch
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.files.memory import Temporaries, compute_into, make_pages, naming_shortage, scatter_elements
-from lowmem_load.files.mounts import is_cached
+from lowmem_load.files.mounts import is_cached, is_on_network
 from lowmem_load.files.remote_file import CHECK_S
 from lowmem_load.files.source import LocalFile, Opener, OpenSources
 from lowmem_load.files.stand_ins import is_stand_in, open_file
@@ -271,11 +271,18 @@ class Executor:
         """
         if not self._num_if_cold:
             return
-        for path in set(paths) - self._is_cold.keys():
+        unknown = set(paths) - self._is_cold.keys()
+        for path in unknown:
             self._is_cold[path] = not is_stand_in(path) and not is_cached(path)
         self.stats.cold_files = sum(self._is_cold.values())
         if on_host and 2 * self.stats.cold_files > len(self._is_cold) and self.num_threads < self._num_if_cold:
             self.renew_tasks(self._num_if_cold)
+        if self.num_threads >= self._num_if_cold:
+            for path in unknown:
+                if self._is_cold[path] and is_on_network(path):
+                    source = self.sources.opened(path)
+                    if isinstance(source, LocalFile):
+                        source.read_no_further()
 
     def bypass_cache(self) -> None:
         """Have large reads of files that are not cached go past the page cache, where their file systems allow it.

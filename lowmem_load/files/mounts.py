@@ -76,6 +76,11 @@ def _unescaped(text: bytes) -> str:
     return os.fsdecode(re.sub(rb"\\([0-3][0-7]{2})", lambda match: bytes([int(match[1], 8)]), text))
 
 
+def is_on_network(path: str) -> bool:
+    """Return whether a file may be on another machine."""
+    return mount_of(path).is_network
+
+
 def has_caches_apart(folder: str) -> bool:
     """Return whether nodes cache what they write to a folder without asking each other, as those of NFS do."""
     mount = mount_of(folder)
@@ -114,5 +119,5 @@ def is_cached(path: str) -> bool:
                     os.preadv(file.fileno(), [bytearray(1)], places.randint(0, last), os.RWF_NOWAIT)
                     num_cached += 1
     except OSError:  # such as EOPNOTSUPP
-        return not mount_of(path).is_network
+        return not is_on_network(path)
     return num_cached > NUM_PROBES // 2

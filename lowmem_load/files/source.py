@@ -150,6 +150,15 @@ class LocalFile:
             offset += num_bytes
             memory = memory[num_bytes:]
 
+    def read_no_further(self) -> None:
+        """Have the system read nothing ahead, because another node needs what follows, and this one may not.
+
+        EFS reads 15 MiB ahead, Lustre more. Only for many threads: 4 that read a FUSE folder which answers after 5 ms
+        took 2.0 s for 128 MiB instead of 1.3 s, and 16 took 0.8 s either way.
+        """
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
     def bypass_cache(self) -> bool:
         """Have large reads leave the page cache as it is. Returns False, and does nothing, where that cannot be."""
         if not self._is_on_disk:  # mounts of networks and memory were not measured

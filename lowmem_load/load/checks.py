@@ -39,6 +39,10 @@ MAX_BLOCKS_IN_ALL = 2048
 """Most blocks of a checkpoint, unless `MIN_BLOCKS` of each file are more: a few milliseconds from the page cache."""
 
 
+SAMPLE_THREADS = 16
+"""Blocks read at a time. 1956 blocks of a FUSE folder that answers after 10 ms took 2.1 s, and 5.8 s with 4 threads."""
+
+
 class Use(NamedTuple):
     """What one rank needs of a disk or of memory, and what is free there, bytes. Uses of equal `pool` add up."""
 
@@ -210,5 +214,5 @@ def sample_digests(
         return hasher.hexdigest()
 
     sources.expect(files)
-    with ThreadPoolExecutor(4, "lowmem_load-sample") as pool:
+    with ThreadPoolExecutor(SAMPLE_THREADS, "lowmem_load-sample") as pool:
         return list(pool.map(digest, files, sample_offsets(files, seed)))

@@ -23,6 +23,7 @@ from lowmem_load.load.execute import reading
 from lowmem_load.phases import Progress, no_callback
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.regions import FlatRange
+from tests.storage import on_network
 
 VALUES = torch.arange(60, dtype=torch.float32)
 
@@ -69,6 +70,24 @@ def test_more_threads_fill_if_most_files_are_cold(leaf: ex.Source, monkeypatch: 
     with Executor(num_if_cold=3) as executor:  # now all are cached
         fill([part(leaf, torch.zeros(10))], executor)
         assert (executor.num_threads, executor.stats.cold_files) == (1, 0)
+
+
+@pytest.mark.parametrize(("on_host", "is_far"), [(True, True), (False, True), (True, False)])
+def test_many_threads_read_nothing_ahead_from_a_network(
+    leaf: ex.Source, monkeypatch: pytest.MonkeyPatch, *, on_host: bool, is_far: bool
+) -> None:
+    """Other nodes need what a network file system reads ahead. Few threads need it themselves."""
+    advised, ordinary = list[tuple[str, int]](), os.posix_fadvise
+
+    def fadvise(descriptor: int, offset: int, nbytes: int, advice: int) -> None:
+        advised.append((os.readlink(f"/proc/self/fd/{descriptor}"), advice))
+        ordinary(descriptor, offset, nbytes, advice)
+
+    monkeypatch.setattr(executor_module, "is_cached", lambda _: False)
+    monkeypatch.setattr(os, "posix_fadvise", fadvise)
+    with on_network() if is_far else contextlib.nullcontext(), Executor(num_if_cold=3) as executor:
+        executor.have_enough_in_flight([leaf.path], on_host=on_host)
+    assert advised == ([(leaf.path, os.POSIX_FADV_RANDOM)] if on_host and is_far else [])
 
 
 def test_memory_of_two_parts_is_refused_before_a_read(leaf: ex.Source) -> None:
