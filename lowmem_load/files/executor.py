@@ -247,6 +247,7 @@ class Executor:
         self.stats = ReadStats()
         self.on_bytes: Callable[[int], object] = no_callback  # called with needed bytes that arrived, from any thread
         self.num_threads, self._num_if_cold = num_threads, num_if_cold
+        self._num_uploading = max(MIN_DEVICE_THREADS, num_threads)  # also where more read into host memory
         self._is_cold: dict[str, bool] = {}  # of files that were asked for
         self.tasks = Tasks(num_threads)
         self._lock = ForkedLock()
@@ -460,9 +461,8 @@ class Executor:
 
     def _put_into(self, destination: torch.Tensor) -> Put:
         if self._uploads is None:
-            num_threads = max(MIN_DEVICE_THREADS, self.num_threads)
-            self._uploads = Uploads(destination.device, num_threads)
-            self.tasks.have_threads(num_threads)  # uploads change the current stream of the threads that make them
+            self._uploads = Uploads(destination.device, self._num_uploading)
+            self.tasks.have_threads(self._num_uploading)  # uploads change the current stream of their threads
         return self._uploads.into(destination)
 
     def check_unchanged(self, expressions: Iterable[Expression]) -> None:

@@ -195,7 +195,7 @@ class Load:
                 device = target.device.type if settings.offload_device == "none" else settings.offload_device
                 refuse_other_zero_init(around, dtype=settings.dtype, device=device, world_size=settings.world_size)
             planned = make_plan(described, ranks.rank, read_cost([file.path for file in described.files]))
-            on_host = target.device.type == "cpu"
+            on_host = target.device.type == "cpu" or settings.offload_device != "none"
             executor.have_enough_in_flight((file.path for file in described.files), on_host=on_host)
             shared, message_bytes = once.plan(planned.plan, target.device)
             uses = memory_uses(ranks.rank, planned.plan, described, executor.num_threads, message_bytes)

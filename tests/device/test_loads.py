@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from lowmem_load import get_load_report, load_model, plan
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.engines.partition import MIN_REGISTERED_BYTES
 from lowmem_load.errors import RankError
+from lowmem_load.files import executor
+from lowmem_load.files.remote_file import MAX_IN_FLIGHT
 from lowmem_load.files.uploads import NUM_STREAMS, SLOT_BYTES
 from lowmem_load.integrations.install import streaming
 from tests import builders
@@ -132,11 +135,17 @@ def test_all_entry_points_work_under_a_default_device_and_compile_nothing(
     run_ranks(do_everything_under_a_default_device, path, bert, str(tmp_path), env=SIMULATED)
 
 
-def load_to_pinned_memory(path: str) -> None:
+def load_to_pinned_memory(path: str, *, is_cold: bool = False) -> None:
     from tests.device.simulated import counters, reset
 
     offload = {"offload_param": {"device": "cpu", "pin_memory": True}}
-    model = loaded(path, {**BF16, "zero_optimization": {"stage": 3, **offload}})
+    ordinary_renew = executor.Executor.renew_tasks
+    with (
+        mock.patch.object(executor, "is_cached", return_value=not is_cold),
+        mock.patch.object(executor.Executor, "renew_tasks", autospec=True, side_effect=ordinary_renew) as renewed,
+    ):
+        model = loaded(path, {**BF16, "zero_optimization": {"stage": 3, **offload}})
+    assert [call.args[1] for call in renewed.call_args_list] == [MAX_IN_FLIGHT] * is_cold
     counted = copies()
     sizes = [parameter.ds_tensor.nbytes for parameter in model.parameters()]
     large = [size for size in sizes if size >= MIN_REGISTERED_BYTES]
@@ -151,6 +160,11 @@ def load_to_pinned_memory(path: str) -> None:
     del model
     gc.collect()
     assert counters()["host memory given back"][0] == len(large)
+
+
+def load_cold_files_to_pinned_memory(path: str) -> None:
+    """Rank function: more threads read, which share the ring of the few for the device."""
+    load_to_pinned_memory(path, is_cold=True)
 
 
 def free_pinned_memory_too_early(path: str) -> bool:
@@ -185,6 +199,8 @@ def run_out_of_memory(path: str) -> None:
         load_model(path, BF16)
 
 
-@pytest.mark.parametrize("check", [load_in_all_ways, load_to_pinned_memory, run_out_of_memory])
+@pytest.mark.parametrize(
+    "check", [load_in_all_ways, load_to_pinned_memory, load_cold_files_to_pinned_memory, run_out_of_memory]
+)
 def test_memory(check: Callable[[str], None], path: str) -> None:
     run_ranks(check, path, env=SIMULATED)
