@@ -49,7 +49,7 @@ help:
 	@echo "make test-fast  the tests that start no ranks (a minute)"
 	@echo "make test-device  the tests of loading and training on a simulated accelerator"
 	@echo "make test-nodes  loads and saves of two nodes, made of network namespaces (root on Linux; 2 minutes)"
-	@echo "make test-vllm    TRL's GRPO with a real vLLM on CPU (8 minutes, first 2 GB of downloads)"
+	@echo "make test-vllm    TRL's GRPO and AsyncGRPO with a real vLLM on CPU (12 minutes, first 2 GB of downloads)"
 	@echo "make test-stores  reads from and saves to S3 and Azure servers (npm; 3 minutes, first 700 MB of downloads)"
 	@echo "make gpu-check  parity, hazards, memory and training on this machine's GPUs (ARGS=--simulated: on a simulated one)"
 	@echo "make check   formatting, lint, types"
