@@ -352,20 +352,19 @@ SYNC_WEIGHTS = _vllm("VLLMGeneration.sync_weights", _GATHERS)
 ITER_NAMED_PARAMS = _vllm("VLLMGeneration._iter_named_params", _GATHERS)
 WEIGHT_METADATA = _vllm("VLLMGeneration._weight_metadata", _GATHERS)
 """Set on objects, and not replaced."""
-_async_grpo, _async_distillation = (
-    functools.partial(ForeignName, TRL, f"trl.experimental.{name}.{name}_trainer", since="1.15.0")
-    for name in ("async_grpo", "async_distillation")
-)
 _ASYNC_GATHERS = "TRL's asynchronous trainers gather the weights for vLLM themselves, and send empty ones under ZeRO-3"
 
-ASYNC_SYNCS = (
-    _async_grpo("AsyncGRPOTrainer._sync_weight_merged", _ASYNC_GATHERS),
-    _async_distillation("AsyncDistillationTrainer._sync_weight_merged", _ASYNC_GATHERS),
-)
-ASYNC_ITERS = (
-    _async_grpo("AsyncGRPOTrainer._streaming_iter", _ASYNC_GATHERS),
-    _async_distillation("AsyncDistillationTrainer._streaming_iter", _ASYNC_GATHERS),
-)
+
+def _of_async(name: str, takes: str = "") -> list[ForeignName]:
+    trainers = {"async_grpo": "AsyncGRPOTrainer", "async_distillation": "AsyncDistillationTrainer"}
+    modules = [(f"trl.experimental.{key}.{key}_trainer", name.format(trainer)) for key, trainer in trainers.items()]
+    return [ForeignName(TRL, *names, _ASYNC_GATHERS, since="1.15.0", takes=takes) for names in modules]
+
+
+ASYNC_SYNCS, ASYNC_ITERS = _of_async("{}._sync_weight_merged"), _of_async("{}._streaming_iter")
+ASYNC_ADAPTER_SYNCS = _of_async("{}._sync_weight_lora")
+ASYNC_SAVES = _of_async("save_lora_adapter", takes="model accelerator adapter_name dest_dir")
+ASYNC_NAMES = [*ASYNC_SYNCS, *ASYNC_ITERS, *ASYNC_ADAPTER_SYNCS, *ASYNC_SAVES]
 LLAMAFACTORY_LOAD = _fsdp2("FSDP2Engine._load_weights_from_hf_checkpoint", _UNCHECKED, takes="model hf_model_path")
 
 # -- torch: reads the memory of lazy tensors past its dispatcher -------------------------------------------------------

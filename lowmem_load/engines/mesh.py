@@ -213,6 +213,19 @@ def cuts_of(name: str, tensor: Any, meshes: dict[Any, Rooted]) -> Cuts:
     return Cuts(tuple(tensor.shape), mesh, tuple(cuts))
 
 
+def chunks_of(tensor: Any, kinds: Any) -> tuple[Any, ...]:
+    """Return ranks, shape and placements of the mesh of a DTensor, if it is `torch.chunk` among all ranks in order.
+
+    Otherwise nothing. `kinds` may have classes in the place of torch's `Shard` and `Replicate`.
+    """
+    mesh, everyone = tensor.device_mesh.mesh, tuple(range(dist.get_world_size()))
+    if tuple(mesh.flatten().tolist()) != everyone or not {*map(type, tensor.placements)} <= {Shard, Replicate}:
+        return ()
+    shard, replicate = getattr(kinds, "Shard", Shard), getattr(kinds, "Replicate", Replicate)
+    placed = [shard(one.dim % tensor.ndim) if isinstance(one, Shard) else replicate() for one in tensor.placements]
+    return everyone, tuple(mesh.shape), tuple(placed)
+
+
 Rooted: TypeAlias = "tuple[Mesh, list[tuple[int, ...] | None]]"
 """The mesh from which a mesh was sliced or flattened, and those of its dims that each dim of the latter runs along."""
 

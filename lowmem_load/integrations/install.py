@@ -212,7 +212,7 @@ def _hooks(options: Options, *, saves: bool) -> Iterator[tuple[Sequence[ForeignN
     yield tuple(of_diffusers), lambda: of_diffusers
     yield [foreign_names.LLAMAFACTORY_LOAD], lambda: _late("llamafactory").load_handlers(options)
     yield [foreign_names.SYNC_WEIGHTS, foreign_names.ITER_NAMED_PARAMS], lambda: _late("trl").HANDLERS
-    yield [*foreign_names.ASYNC_SYNCS, *foreign_names.ASYNC_ITERS], lambda: _late("trl").ASYNC_HANDLERS
+    yield foreign_names.ASYNC_NAMES, lambda: _late("trl").ASYNC_HANDLERS
     yield [foreign_names.INITIALIZE, foreign_names.LOAD_CHECKPOINT], lambda: _late("deepspeed").HANDLERS
     if saves:
         yield [foreign_names.DIFFUSERS_SAVE], lambda: diffusers.SAVE_HANDLERS

@@ -3,26 +3,30 @@
 GRPO, RLOO and other trainers of trl 1.16 have a `VLLMGeneration`, whose `sync_weights` hands what `_iter_named_params`
 yields to the server's client, or to vLLM in the same process. Here it runs unchanged, but gets the tensors of
 `iter_weights`. With these come the names of the checkpoint, which vLLM loads by. The asynchronous trainers (AsyncGRPO)
-hand what `_streaming_iter` yields to a thread, which sends it.
+hand what `_streaming_iter` yields to a thread, which sends it; to a server with LoRA they give an adapter in a folder.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lowmem_load import foreign_names
+from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import UnsupportedError, outside_level
 from lowmem_load.replaced import Handlers, holding, warn_of_missing
 from lowmem_load.weights_out.iter_weights import Arguments, metadata_of, plan_weights
-from lowmem_load.weights_out.rank_shards import group_of
+from lowmem_load.weights_out.rank_shards import group_of, ranks_of
+from lowmem_load.weights_out.save import save_model
 from lowmem_load.weights_out.send import Sending, delivery, name_tensor_pairs
 
 logger = logging.getLogger(__name__)
@@ -67,14 +71,9 @@ def sync_async(ordinary: Callable[..., Any], trainer: Any, *args: Any, **kwargs:
     weights = _planned(model, "server")
     if weights is None:
         return ordinary(trainer, *args, **kwargs)
-
-    def wait() -> None:  # in a barrier the others would not learn that a request of rank 0 has failed
-        with weights.ranks.step("waiting for all ranks"):
-            pass
-
     turn = threading.Lock()
     with delivery(weights) as buckets, contextlib.ExitStack() as stack:
-        stack.enter_context(_instead(trainer.accelerator, wait_for_everyone=wait))
+        stack.enter_context(_waits_by_steps(weights.ranks, trainer.accelerator))
         if type(client).__name__ == "WeightTransferClient":  # one of a script has the tensors alone
             foreign_names.require_attributes(foreign_names.TRL, client, (_TOLD,))
             names, dtypes, shapes = zip(*metadata_of(weights), strict=True)
@@ -86,6 +85,47 @@ def sync_async(ordinary: Callable[..., Any], trainer: Any, *args: Any, **kwargs:
         stack.enter_context(holding(_PAIRS, _in_turn(pairs, turn)))
         stack.callback(_close, pairs, turn)
         return ordinary(trainer, *args, **kwargs)
+
+
+def sync_adapter(ordinary: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Do what `_sync_weight_lora` of an asynchronous trainer does. Collective: all ranks, as that is."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if not _is_sharded(model):
+        return ordinary(trainer, *args, **kwargs)
+    ranks = ranks_of(model)
+    with ranks.step("handing over the adapter"), _waits_by_steps(ranks, trainer.accelerator):
+        return ordinary(trainer, *args, **kwargs)
+
+
+def save_adapter(
+    ordinary: Callable[..., None],
+    model: Any,
+    accelerator: Any,
+    adapter_name: str,
+    dest_dir: str,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Do what `save_lora_adapter` of an asynchronous trainer does, within `sync_adapter`. Collective: all ranks."""
+    if not _is_sharded(model):
+        return ordinary(model, accelerator, adapter_name, dest_dir, *args, **kwargs)
+    staged = Path(dest_dir).with_name(f".{Path(dest_dir).name}.tmp")
+    save_model(model, staged, selected_adapters=[adapter_name])
+    if accelerator.is_main_process:
+        shutil.rmtree(dest_dir, ignore_errors=True)
+        (staged if adapter_name == "default" else staged / adapter_name).rename(dest_dir)  # PEFT nests all others
+        shutil.rmtree(staged, ignore_errors=True)
+    return None
+
+
+def _waits_by_steps(ranks: RankGroup, accelerator: Any) -> contextlib.AbstractContextManager[None]:
+    """Inside, ranks that wait for all learn that a request of rank 0 has failed, unlike in a barrier."""
+
+    def wait() -> None:
+        with ranks.step("waiting for all ranks"):
+            pass
+
+    return _instead(accelerator, wait_for_everyone=wait)
 
 
 @contextlib.contextmanager
@@ -128,9 +168,13 @@ def _logged(pairs: Iterator[tuple[str, torch.Tensor]]) -> Generator[tuple[str, t
         raise
 
 
+def _is_sharded(model: Any) -> bool:
+    return any(group_of(parameter) is not None for parameter in model.parameters())
+
+
 def _planned(model: Any, mode: str) -> Sending | None:
     """Return the weights to send, for rank 0 or for all; None if they need not, or cannot, be sent in buckets."""
-    if all(group_of(parameter) is None for parameter in model.parameters()):
+    if not _is_sharded(model):
         return None
     is_peft = hasattr(model, "merge_adapter")  # TRL merges adapters, too
     dst: Any = "all" if mode == "colocate" else 0
@@ -152,4 +196,6 @@ HANDLERS: Handlers = {foreign_names.SYNC_WEIGHTS: sync, foreign_names.ITER_NAMED
 ASYNC_HANDLERS: Handlers = {
     **dict.fromkeys(foreign_names.ASYNC_SYNCS, sync_async),
     **dict.fromkeys(foreign_names.ASYNC_ITERS, iterate),
+    **dict.fromkeys(foreign_names.ASYNC_ADAPTER_SYNCS, sync_adapter),
+    **dict.fromkeys(foreign_names.ASYNC_SAVES, save_adapter),
 }

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -17,15 +19,17 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
+from lowmem_load.distributed.side_group import device_of
 from lowmem_load.distributed.steps import RankGroup
-from lowmem_load.errors import ConfigError
+from lowmem_load.engines.mesh import chunks_of, local_tensor
+from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.models.active import load_lock
 from lowmem_load.models.peft import Merge
 from lowmem_load.planning.expression import Expression, Shape
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.renamed import renamed_keywords
 from lowmem_load.weights_out.buckets import PlannedTensor, Unit, merge_unit
-from lowmem_load.weights_out.rank_shards import RankShard, rank_shards, ranks_of, unwrapped
+from lowmem_load.weights_out.rank_shards import RankShard, is_dtensor, rank_shards, ranks_of, unwrapped
 from lowmem_load.weights_out.send import Sending, SendPlan, Tensors, delivery, name_tensor_pairs
 from lowmem_load.weights_out.weights import plan_tensor, weights_of_model
 
@@ -209,7 +213,7 @@ def _units_of(model: nn.Module, arguments: Arguments, shards: Sequence[RankShard
 
 
 # -- to inference engines. Sources of the methods: trl 1.16 `generation/vllm_client.py`; sglang 0.5
-# `srt/entrypoints/engine.py`; vllm 0.28 `distributed/weight_transfer/base.py` ---------------------------------------
+# `srt/entrypoints/engine.py`; vllm 0.28 and 0.33 `distributed/weight_transfer/base.py` --------------------------------
 
 _OF_TRL, _OF_OLD_TRL, _OF_SGLANG = "update_named_params", "update_named_param", "update_weights_from_tensor"
 _METHODS = _OF_TRL, _OF_OLD_TRL, _OF_SGLANG
@@ -229,8 +233,8 @@ def push_weights(model: nn.Module, client: Any, **keywords: Any) -> None:
             an object with TRL's `update_named_params(metadata, named_params)` or `update_named_param(name, weights)`,
             such as its `VLLMClient`; or with SGLang's `update_weights_from_tensor(named_tensors, flush_cache=)`, such
             as its `Engine`. An object's `reset_prefix_cache()` or `flush_cache()` is called at the end, if it has one.
-            Its calls return when they have ended; a coroutine is an error. None on ranks that do not take weights. If
-            one rank has a client, the weights are sent to it alone, otherwise to all.
+            Its calls return when they have ended; a coroutine, generator or future is an error. None on ranks that do
+            not take weights. If one rank has a client, the weights are sent to it alone, otherwise to all.
         **keywords: bucket_bytes, dtype, names, merge_adapters and changed_only, as for `iter_weights`. With
             `changed_only` a client is an object with a method `apply_changes(bucket)`, and one that has not taken the
             last push in full, such as a new one, is sent all.
@@ -260,6 +264,9 @@ def push_weights(model: nn.Module, client: Any, **keywords: Any) -> None:
                 f"push_weights: client: a {type(client).__name__} is not a function and has none of the methods "
                 f"{', '.join(_METHODS)}; pass a function that takes a bucket, or an object with one of them"
             )
+    for other, (_, plan) in list(_KEPT.items()):  # of which this client will not have the weights any more
+        if client is not None and other is not unwrapped(model) and plan.snapshot and plan.snapshot[0]() is client:
+            plan.snapshot = None
     takers = [rank for rank, takes in enumerate(step.payloads) if takes]
     if not takers:
         raise ConfigError("push_weights: client: no rank has one; pass it on the rank that is to take the weights")
@@ -279,14 +286,14 @@ def push_weights(model: nn.Module, client: Any, **keywords: Any) -> None:
 
 
 class TensorMeta(NamedTuple):
-    """What vLLM is told of a tensor. The last fields of its `ParamMeta` say that each rank yields it in full."""
+    """What vLLM is told of a tensor: its `ParamMeta`. Without owners, each rank yields it in full."""
 
     name: str
     dtype: torch.dtype
     shape: Shape
-    owners: None = None
-    mesh_shape: None = None
-    placements: None = None
+    owners: Shape | None = None
+    mesh_shape: Shape | None = None
+    placements: tuple[Any, ...] | None = None
 
 
 class _Metadata(list[TensorMeta]):
@@ -303,8 +310,9 @@ class WeightSource:
     not change between two tensors, and so not within `send_weights`.
 
     The arguments are those of `iter_weights`, without `changed_only`. For `dst`, 0 is enough for vLLM's NCCL engine,
-    whose rank 0 sends; its IPC engine needs "all". Its M2N engine refuses this source, because it sends shards by the
-    rule of `torch.chunk`, which ZeRO-3's are not. Its sparse engine has no source: see `push_weights`.
+    whose rank 0 sends; its IPC and sharded RDT engines need "all". Its M2N engine takes `iter_local`, which needs FSDP2
+    and no conversion. Its sparse engine has no source, and takes patches: see docs/howto/rlhf.md. Its ModelExpress has
+    no engine for trainers.
 
     Raises:
         ConfigError, UnsupportedError, RankError: as `iter_weights`, when the metadata is asked for or when iterated.
@@ -325,10 +333,25 @@ class WeightSource:
             )
 
     @functools.cached_property
+    def _planned(self) -> Sending:
+        return plan_weights(self._engine, self._arguments)
+
+    @property
     def metadata(self) -> _Metadata:
-        """The `name`, `dtype` and `shape` of each tensor, in order. To ask for it the first time is collective."""
-        tensors = plan_weights(self._engine, self._arguments).tensors
-        return _Metadata(TensorMeta(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
+        """The `name`, `dtype` and `shape` of each tensor, in order, and who yields which part of it by `iter_local`.
+
+        To ask for it the first time is collective.
+        """
+        return _Metadata(TensorMeta(one.name, one.dtype, one.shape, *self._lies(one)) for one in self._planned.tensors)
+
+    def _lies(self, tensor: PlannedTensor) -> tuple[Any, ...]:
+        """Return owners, mesh shape and placements of a parameter as FSDP2 cuts it; nothing for any other tensor."""
+        nests, shapes = [copy.nest for copy in tensor.copies], [source.shape for source in tensor.sources]
+        is_as_it_is = shapes == [tensor.shape] and len(nests) == 1 and nests[0].is_run and len(nests[0].casts) < 2
+        shard = self._planned.shards[tensor.sources[0].name].tensor if is_as_it_is else None
+        if shard is None or not is_dtensor(shard) or self._arguments.merge_adapters:
+            return ()
+        return chunks_of(shard, sys.modules.get("vllm.distributed.weight_transfer.base"))  # it tells them by class
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and the value of each tensor, on ranks that get any. Collective."""
@@ -338,17 +361,39 @@ class WeightSource:
         """Yield the same, as vLLM 0.33 asks for it. Collective."""
         return iter(self)
 
+    def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name of each tensor and this rank's part of it, by its placements, without a gather. Collective.
+
+        A part is the memory of the model itself, unless it is cast or copied to the accelerator.
+
+        Raises UnsupportedError, the same on all ranks, that names a tensor which is not a parameter as FSDP2 cuts it.
+        """
+        sending = plan_weights(self._engine, self._arguments)
+        if other := next((tensor.name for tensor in sending.tensors if not self._lies(tensor)), ""):
+            raise UnsupportedError(
+                f"{other}: is not a parameter that FSDP2 cuts by torch.chunk among all ranks in their order, which "
+                "iter_local yields, but partitioned by ZeRO-3, replicated, placed otherwise, converted (fused experts) "
+                "or merged; use iter_full, and in vLLM the engine nccl, ipc or sharded_rdt"
+            )
+        shards = [sending.shards[tensor.sources[0].name] for tensor in sending.tensors]
+        before = [shard.state for shard in shards]
+        for tensor, shard in zip(sending.tensors, shards, strict=True):
+            local = local_tensor(shard.tensor).detach()
+            yield tensor.name, local.to(device_of(sending.ranks), tensor.dtype)
+        if before != [shard.state for shard in shards]:
+            raise ConfigError("iter_local: weights were changed before all parts were taken; sync again")
+
     def owned_names(self, rank: int) -> list[str]:  # noqa: ARG002
         """Return the names that a rank yields: all."""
-        return [tensor.name for tensor in self.metadata]
+        return [tensor.name for tensor in self._planned.tensors]
 
     def implements_iter_full(self) -> bool:
         """Return True."""
         return True
 
     def implements_iter_local(self) -> bool:
-        """Return False: vLLM cannot describe the parts of ZeRO-3."""
-        return False
+        """Return whether `iter_local` can yield all tensors. To ask the first time is collective."""
+        return all(map(self._lies, self._planned.tensors))
 
 
 def _method_of(client: Any, changed_only: bool) -> str | None:
@@ -383,10 +428,12 @@ def hand_over(client: Any, sending: Sending, buckets: Iterator[Tensors]) -> None
 
 def _finished(answer: Any) -> Any:
     """Return what a client has answered, unless it has yet to do what it was asked for."""
-    if inspect.isawaitable(answer):
+    is_late = inspect.isawaitable(answer) or inspect.isgenerator(answer) or inspect.isasyncgen(answer)
+    if is_late or isinstance(answer, Future):
         raise ConfigError(
             f"push_weights: client: a call returned a {type(answer).__name__}, which nothing awaits, so its work may "
-            "never be done; pass a client whose calls return when they have ended, such as a function with asyncio.run"
+            "never be done; pass a client whose calls return when they have ended, such as a function with asyncio.run "
+            "or with the result() of a future"
         )
     return answer
 

@@ -121,8 +121,8 @@ class Sending:
         self._is_compared, self._snapshot = bool(snapshot), list(snapshot)
         self._to = to if isinstance(to, Sequence) else [to] * len(plan.buckets)
         self._engine, self._spare = engine, SpareMemory()
-        self._shards = {shard.source.name: shard for shard in shards}
-        self._names = {id(shard.tensor): name for name, shard in self._shards.items()}
+        self.shards = {shard.source.name: shard for shard in shards}
+        self._names = {id(shard.tensor): name for name, shard in self.shards.items()}
         self.latest: Tensors = []
         self.failure: Exception | None = None
 
@@ -137,7 +137,7 @@ class Sending:
         loop = self.ranks.loop()
         side = SideGroup(loop, on_device=True)
         on_stream = contextlib.nullcontext if side.device.type == "cpu" else lambda: _on(_stream_of(side.device))
-        changes = _Changes(self._engine, list(self._shards.values()))
+        changes = _Changes(self._engine, list(self.shards.values()))
         try:
             for number in range(len(self.plan.buckets) + 1):
                 with self._step(number, loop) as step:
@@ -248,7 +248,7 @@ class Sending:
         # Each parameter is read once from nvme for the bucket, whatever the order of the parts.
         parts = sorted(enumerate(messages.parts(self.ranks.rank)), key=name_of)
         for name, group in itertools.groupby(parts, name_of):
-            with self._shards[name].flat() as memory:
+            with self.shards[name].flat() as memory:
                 for place, part in group:
                     use(place, part, memory)
 
@@ -420,8 +420,8 @@ class _Changes:
                 change = f"{shard.source.name} was changed"
         if change:
             raise ConfigError(
-                f"iter_weights: {change} between two buckets, which together would not be any state of the model; take "
-                "all buckets before the next step"
+                f"{change} while the weights were sent, so what was sent before and after it would not be any state of "
+                "the model; take the next step when this call has ended, or all buckets were taken"
             )
 
     def _note_step(self, optimizer: Any, *_: Any) -> None:

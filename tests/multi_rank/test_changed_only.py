@@ -219,9 +219,9 @@ class Engine:
     async def late(self) -> None:
         """Do nothing."""
 
-    def update_named_params(self, *_: Any) -> None:
-        """Stand for the method for full tensors."""
-        raise AssertionError
+    def update_named_params(self, _: Any, pairs: Any) -> None:
+        """Take full tensors."""
+        self.state |= dict(pairs)
 
 
 def push(model: Any, engine: Engine | None, **kwargs: Any) -> tuple[int, int]:
@@ -267,6 +267,10 @@ def push_changes(path: str, out: str) -> None:
         assert_pushed(mine, is_full=False)
     assert_pushed(Engine() if rank == 1 else None, is_full=True)  # another one
     assert_pushed(mine, is_full=True)
+    other = load_model(path, BF16)
+    for options in ({}, {"changed_only": True}):  # its weights take the place of the model's
+        push_weights(other, mine, bucket_bytes=30_000, **options)
+        assert_pushed(mine, is_full=True)
     here, there = engine if rank == 1 else None, Engine() if rank == 0 else None
     assert_pushed(here or there, is_full=True)  # now two of them
     assert_pushed(here or there, is_full=False)

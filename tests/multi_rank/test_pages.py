@@ -101,6 +101,7 @@ GIVEN: dict[str, list[str]] = {
         "save_model engine=lora_engine llm LoRARequest prompts",
         "engine state",
         "vllm llm",
+        "vllm",
     ],
     "docs/howto/saving.md": ["engine"],
     "docs/howto/stores.md": ["load_model ds_config", "lowmem_load AutoTokenizer AutoModelForCausalLM installed zero3"],
@@ -267,13 +268,19 @@ PACKAGES = ("lowmem_load", "lowmem_load.llamafactory", "transformers", "peft", "
 
 
 def vllm_patches() -> ModuleType:
-    """Enters a stand-in for vLLM's module of patches, which is not installed here; returns its package."""
-    name = "vllm.model_executor.model_loader.checkpoint_weight_patch"
-    parts = name.split(".")
-    modules = {name: ModuleType(name) for name in (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))}
-    modules[name].CheckpointWeightPatch = modules[name].load_checkpoint_weight_patches = None  # type: ignore[attr-defined]
-    sys.modules.update(modules)
-    return modules["vllm"]
+    """Enters stand-ins for vLLM's modules of patches, which is not installed here; returns its package."""
+    found = {
+        "vllm.model_executor.model_loader.checkpoint_weight_patch": (
+            *("CheckpointWeightPatch", "load_checkpoint_weight_patches"),
+        ),
+        "vllm.distributed.weight_transfer.sparse_nccl_engine": ("SparseWeightPatch",),
+    }
+    for name, members in found.items():
+        parts = name.split(".")
+        for package in (".".join(parts[:depth]) for depth in range(1, len(parts) + 1)):
+            sys.modules.setdefault(package, ModuleType(package))
+        vars(sys.modules[name]).update(dict.fromkeys(members))
+    return sys.modules["vllm"]
 
 
 class Values(dict[str, Any]):

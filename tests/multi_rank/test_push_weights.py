@@ -3,11 +3,14 @@
 import asyncio
 import gc
 import importlib
+import os
 import queue
+import threading
 import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from json import loads
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +25,7 @@ from transformers import AutoModelForCausalLM
 import lowmem_load
 from lowmem_load import WeightSource, iter_weights, load_model, push_weights, save_model
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.errors import ConfigError, RankError
+from lowmem_load.errors import ConfigError, RankError, UnsupportedError
 from lowmem_load.integrations.install import streaming
 from lowmem_load.weights_out.iter_weights import hand_over
 from tests import builders
@@ -176,6 +179,9 @@ def push_all(path: str) -> None:
             push_weights(model, clients.get(rank), bucket_bytes=some)
     with pytest.raises(RankError, match=r"rank 2: .*update_weights_from_tensor says: no such name"):
         push_weights(model, OfSglang((False, "no such name")) if rank == 2 else None, bucket_bytes=some)
+    for late in ((_ for _ in ()), Future[None]()):
+        with pytest.raises(RankError, match=r"rank 2: .*a call returned a (generator|Future), which nothing awaits"):
+            push_weights(model, (lambda _, late=late: late) if rank == 2 else None, bucket_bytes=some)
     for method in ("update_named_params", "update_named_param", "update_weights_from_tensor", "", "flush_cache"):
         with pytest.raises(RankError, match=r"rank 2: .*a call returned a coroutine, which nothing awaits"):
             push_weights(model, Late(method) if rank == 2 else None, bucket_bytes=some)
@@ -212,6 +218,108 @@ def push_all(path: str) -> None:
     assert time.monotonic() - began_s < 10, "no rank waits for rank 0"
     push_weights(model, (final := Taker()), bucket_bytes=1)
     assert_equal(final.found, wanted, "at the end")
+
+
+def transfer(source: WeightSource, rank: int) -> dict[str, torch.Tensor]:
+    """What a worker gets from vLLM 0.33's engine for trainers by NCCL, with gloo in its place (`nccl_engine.py`)."""
+    told = source.metadata
+    assert source.implements_iter_full() and all(one.owners is None or one.owners[0] == 0 for one in told)
+    if rank:
+        assert not [*source.iter_full()], "only the sender's are used"
+        return {}
+    store, found = torch.distributed.HashStore(), dict[str, torch.Tensor]()
+
+    def receive() -> None:
+        group = torch.distributed.ProcessGroupGloo(store, 1, 2)
+        for name, dtype, shape, *_ in told:
+            group.broadcast(found.setdefault(name, torch.empty(shape, dtype=dtype)), 0).wait()
+
+    worker = threading.Thread(target=receive)
+    worker.start()
+    group = torch.distributed.ProcessGroupGloo(store, 0, 2)
+    for (name, dtype, shape, *_), (given, tensor) in zip(told, source.iter_full(), strict=True):
+        assert (name, dtype, shape) == (given, tensor.dtype, tuple(tensor.shape))
+        group.broadcast(tensor.contiguous(), 0).wait()
+    worker.join()
+    return found
+
+
+def share(source: WeightSource, rank: int) -> dict[str, torch.Tensor]:
+    """What rank 0 opens of the memory that the last rank shares, as vLLM 0.33's engine by IPC (`ipc_engine.py`)."""
+    assert source.owned_names(rank) == [one.name for one in source.metadata]
+    kept, handles = [], []
+    for name, tensor in source.iter_full():
+        kept.append(tensor.contiguous())
+        handles.append((name, kept[-1].untyped_storage()._share_filename_cpu_()))
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, handles)
+    found = {}
+    for (name, handle), one in zip(gathered[-1], source.metadata, strict=True):
+        memory = torch.UntypedStorage._new_shared_filename_cpu(*handle)
+        found[name] = torch.empty(0, dtype=one.dtype).set_(memory).view(one.shape).clone()
+    torch.distributed.barrier()
+    return found
+
+
+def yield_parts(paths: dict[str, str], out: str) -> None:
+    """Rank function: parts are chunks of what `save_model` writes, by the placements; others are refused by name."""
+    rank, world_size = DistributedInterface().rank, torch.distributed.get_world_size()
+    models: list[tuple[str, Any, dict[str, Any], str]] = []
+    for name, shard in meshes(world_size).items():
+        refused = r"weight: is not a parameter that FSDP2 cuts" if name in ("tp x fsdp", "flattened") else ""
+        models.append((name, filled(paths["llama"], shard), {}, refused))
+        models.append((f"{name} in bf16", filled(paths["llama"], shard), {"dtype": torch.bfloat16}, refused))
+    shard = next(iter(meshes(world_size).values()))
+    models.append(("experts", filled(paths["mixtral"], shard), {}, r"experts\.0.*: is not a parameter .* converted"))
+    buffers = filled(paths["llama"], shard)
+    buffers.model.norm.register_buffer("scales", torch.full((3,), rank + 1.0))  # the ranks differ
+    models.append(("buffers", buffers, {}, r"norm\.scales: is not a parameter .* replicated"))
+    if world_size == 2:  # of an uneven shard of HSDP, PEFT makes other adapters on each rank
+        lora = adapted("odd", filled(paths["llama"], shard))
+        models.append(("merged", lora, {"merge_adapters": True}, "weight: is not a parameter .* merged"))
+    models.append(("ZeRO-3", load_model(paths["llama"], FP32), {}, "weight: is not .* by ZeRO-3, .*use iter_full"))
+    for name, model, options, match in models:
+        save_model(model, f"{out}/{name}", **options)
+        wanted = load_file(f"{out}/{name}/model.safetensors")
+        for way in (transfer, share):
+            found = way(WeightSource(model, dst=0 if way is transfer else "all", **options), rank)
+            assert_equal(found, {} if way is transfer and rank else wanted, (name, way))
+        source = WeightSource(model, dst=0, **options)
+        if match:
+            assert not source.implements_iter_local()
+            with pytest.raises(UnsupportedError, match=match):
+                next(source.iter_local())
+            assert not all(one.owners for one in source.metadata)
+            continue
+        assert source.implements_iter_local()
+        with counted(COLLECTIVES) as collectives:
+            parts = [*source.iter_local()]
+        assert not collectives
+        assert [given for given, _ in parts] == [one.name for one in source.metadata]
+        for (given, part), one in zip(parts, source.metadata, strict=True):
+            chunk = wanted[given]
+            assert one.owners == tuple(range(world_size)) and len(one.mesh_shape) == len(one.placements)
+            places = torch.arange(world_size).view(one.mesh_shape).eq(rank).nonzero()[0].tolist()
+            for place, size, placement in zip(places, one.mesh_shape, one.placements, strict=True):
+                if placement.is_shard():
+                    chunks = chunk.chunk(size, placement.dim)
+                    chunk = chunks[place] if place < len(chunks) else chunk.narrow(placement.dim, 0, 0)
+            assert_equal({given: part}, {given: chunk}, (name, given))
+        changing = source.iter_local()
+        next(changing)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1)
+        with pytest.raises(ConfigError, match="iter_local: weights were changed"):
+            list(changing)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_sources_serve_the_engines_of_vllm(world_size: int, checkpoints: Path, tmp_path: Path) -> None:
+    paths = {
+        "llama": str(builders.tiny_llama(checkpoints, torch.float32, **builders.ODD_SIZES)),
+        "mixtral": str(builders.tiny_mixtral(checkpoints, torch.float32)),
+    }
+    run_ranks(yield_parts, paths, str(tmp_path), world_size=world_size, timeout_s=200)
 
 
 def models_with_adapters(path: str) -> Iterator[tuple[str, Any]]:
@@ -402,6 +510,12 @@ class AsyncServer:
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: self.calls.append(name)
 
+    def load_lora_adapter(self, name: str, path: str) -> None:
+        """Take an adapter."""
+        self.calls.append("load_lora_adapter")
+        if self.is_gone:
+            raise ConnectionError("refused")
+
     def update_weights(self, update_info: Any, timeout: float) -> None:
         """Take them."""
         self.calls.append("update_weights")
@@ -468,6 +582,54 @@ def sync_asynchronously(paths: dict[str, str]) -> None:
         with pytest.raises(RankError, match=r"rank 0: RuntimeError: Weight sync to the vLLM server .* failed"):
             gone._sync_weight()
         assert "merge_adapter" not in vars(model)
+
+
+def sync_adapters_asynchronously(path: str, out: str) -> None:
+    """Rank function: the adapter in the folder that AsyncGRPO tells its server of is what PEFT saves of the model."""
+    from accelerate import PartialState
+
+    PartialState(cpu=True)
+    lowmem_load.install()
+    rank, whole = DistributedInterface().rank, Path(out, str(DistributedInterface().rank))
+    for way, model in models_with_adapters(path):
+        if way == "whole":
+            model.save_pretrained(whole)
+            continue
+        for folder, trainer_name in ASYNC.items():
+            for adapter, expected in (("default", whole), ("other", whole / "other")):
+                server = AsyncServer()
+                trainer = async_trainer(f"trl.experimental.{folder}", trainer_name, model, server)
+                vars(trainer).update(vllm_client=server, args=SimpleNamespace(max_staleness=1), _lora_sync=True)
+                vars(trainer).update(_lora_dir=f"{out}/{way}", _lora_name="policy", _adapter_name=adapter)
+                for version in (1, 2):
+                    trainer._sync_weight()
+                    trainer.model_version = version  # which TRL counts on rank 0
+                    assert server.calls == ["pause", "load_lora_adapter", "resume"] * version * (rank == 0)
+                    made = Path(out, way, f"policy-v{version}")
+                    tensors = [load_file(each / "adapter_model.safetensors") for each in (made, expected)]
+                    assert_equal(*tensors, (way, adapter))
+                    assert (made / "adapter_config.json").read_text() == (expected / "adapter_config.json").read_text()
+                assert len([*made.parent.iterdir()]) == 2, "nothing else is there"
+        torch.distributed.barrier()
+        if rank == 0:
+            os.rename(f"{out}/{way}", f"{out}/{way} old")
+            Path(out, way).write_text("a file")
+        with pytest.raises(RankError, match="policy-v3"):
+            trainer._sync_weight()
+        torch.distributed.barrier()
+        if rank == 0:
+            os.remove(f"{out}/{way}")
+        trainer.vllm_client = AsyncServer(is_gone=True)
+        began_s = time.monotonic()
+        with pytest.raises(RankError, match=r"handing over the adapter failed .*\n.*rank 0: .*refused"):
+            trainer._sync_weight()
+        assert time.monotonic() - began_s < 10, "no rank waits for rank 0"
+
+
+def test_trl_hands_over_adapters_alone(checkpoints: Path, tmp_path: Path) -> None:
+    pytest.importorskip("trl.experimental.async_grpo.async_grpo_trainer")
+    path = builders.tiny_llama(checkpoints, torch.float32, **builders.ODD_SIZES)
+    run_ranks(sync_adapters_asynchronously, str(path), str(tmp_path), timeout_s=150)
 
 
 @pytest.mark.parametrize(
