@@ -42,12 +42,14 @@ def run_on_ranks(
     world_size: int,
     on_gpu: bool = False,
     nodes: Sequence[str] = ("",),
+    mounts: Sequence[int] = (),
 ) -> list[Any]:
     """Call `function(*args)` in `world_size` processes; return what each returns, dataclasses as dicts.
 
     The function is one of a module; arguments and results travel as JSON, logs are in `out`. With `on_gpu`, DeepSpeed
     looks for an accelerator. What it compiles is kept in the repository. The ranks are split among the `nodes`, which
-    `benchmarks.nodes` has made and which have a temporary folder each; "" is this machine.
+    `benchmarks.nodes` has made and which have a temporary folder each; "" is this machine. `mounts` has, for each node,
+    a process of which its ranks see the mounts.
     """
     out.mkdir(parents=True, exist_ok=True)
     results = [out / f"rank{rank}.json" for rank in range(world_size)]
@@ -74,6 +76,7 @@ def run_on_ranks(
                 environment |= {"MASTER_ADDR": FIRST_NODE, "GLOO_SOCKET_IFNAME": "fabric", "TMPDIR": str(out / node)}
                 # `ip netns exec` would give the ranks of a node mounts of their own.
                 prefix = ["nsenter", f"--net=/var/run/netns/{node}"]
+                prefix += [f"--mount=/proc/{pid}/ns/mnt" for pid in mounts[rank // num_local :][:1]]
             with (out / f"rank{rank}.log").open("wb") as log:
                 started = subprocess.Popen(
                     [*prefix, *command], cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT

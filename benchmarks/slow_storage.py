@@ -15,12 +15,14 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import run_on_ranks
+from benchmarks.launch import REPOSITORY, run_on_ranks
 from benchmarks.methods import zero3_config
 from benchmarks.results import parser_of, show_table
 
@@ -28,6 +30,8 @@ WAYS = {"default": "default", "lowmem": "lowmem_load"}
 """What tables call them."""
 COLUMNS = ("model", "ranks", "wait ms", "way", "seconds", "reads of a rank", "read MiB", "read / needed")
 MOUNT_TIMEOUT_S = 20.0
+
+Server = subprocess.Popen[bytes]
 
 
 def make_llama(folder: Path) -> None:
@@ -67,9 +71,22 @@ def make_transposed(folder: Path) -> None:
 MODELS = {"llama": make_llama, "experts transposed": make_transposed}
 
 
-def serve(folder: Path, mount: str, wait_s: float) -> None:
-    """Show a folder at `mount`, read-only, until it is unmounted; every read is answered `wait_s` late."""
+def serve(folder: Path, mount: str, wait_s: float, host: str = "") -> None:
+    """Show a folder at `mount`, read-only, until it is unmounted; every read is answered `wait_s` late.
+
+    With `host`, all that is read comes from an HTTP server of the same folder.
+    """
     import mfusepy
+
+    of_thread = threading.local()
+
+    def fetch(path: str, size: int, offset: int) -> bytes:
+        if not hasattr(of_thread, "connection"):
+            of_thread.connection = HTTPConnection(host)
+        of_thread.connection.request("GET", path, headers={"Range": f"bytes={offset}-{offset + size - 1}"})
+        answer = of_thread.connection.getresponse()
+        content: bytes = answer.read()
+        return content if answer.status == 206 else b""  # it begins behind the end
 
     class SlowFolder(mfusepy.Operations):  # type: ignore[misc]  # where it is not installed
         use_ns = True
@@ -92,27 +109,35 @@ def serve(folder: Path, mount: str, wait_s: float) -> None:
         def open(self, path: str, _flags: int) -> int:
             return os.open(self._path(path), os.O_RDONLY)
 
-        def read(self, _path: str, size: int, offset: int, fh: int) -> bytes:
+        def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
             time.sleep(wait_s)
-            return os.pread(fh, size, offset)
+            return fetch(path, size, offset) if host else os.pread(fh, size, offset)
 
         def release(self, _path: str, fh: int) -> int:
             os.close(fh)
             return 0
 
-    mfusepy.FUSE(SlowFolder(), mount, foreground=True, ro=True)
+    # A file that is opened again is still cached, as on NFS if nobody has written to it.
+    mfusepy.FUSE(SlowFolder(), mount, foreground=True, ro=True, kernel_cache=True)
+
+
+def start_server(folder: Path, mount: str, wait_s: float, host: str = "", prefix: Sequence[str] = ()) -> Server:
+    """Start `serve` in a process; return it once the folder is mounted. `prefix` is a command that runs it."""
+    command = [sys.executable, "-m", "benchmarks.slow_storage", str(folder), mount, str(wait_s), *filter(None, [host])]
+    server, until = subprocess.Popen([*prefix, *command], cwd=REPOSITORY), time.monotonic() + MOUNT_TIMEOUT_S
+    while not os.path.ismount(f"/proc/{server.pid}/root{mount}"):  # it may have mounts of its own
+        if server.poll() is not None or time.monotonic() > until:
+            server.kill()
+            raise SystemExit("FUSE cannot be mounted here: pip install mfusepy, libfuse, and root")
+        time.sleep(0.05)
+    return server
 
 
 @contextlib.contextmanager
 def mounted(folder: Path, wait_s: float) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as mount:
-        server = subprocess.Popen([sys.executable, "-m", "benchmarks.slow_storage", str(folder), mount, str(wait_s)])
+        server = start_server(folder, mount, wait_s)
         try:
-            until = time.monotonic() + MOUNT_TIMEOUT_S
-            while not os.path.ismount(mount):
-                if server.poll() is not None or time.monotonic() > until:
-                    raise SystemExit("FUSE cannot be mounted here: pip install mfusepy, libfuse, and root")
-                time.sleep(0.05)
             yield Path(mount)
         finally:
             subprocess.run(["umount", "-l", mount], check=False)
@@ -171,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 4 and Path(sys.argv[1]).is_dir():
-        serve(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
+    if len(sys.argv) >= 4 and Path(sys.argv[1]).is_dir():
+        serve(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), *sys.argv[4:])
     else:
         main()
