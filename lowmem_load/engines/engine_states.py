@@ -22,8 +22,9 @@ from torch import nn
 from lowmem_load.engines.parameters import full_shape, group_of, held_range, is_partitioned, partition_in_memory
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.foreign_names import DEEPSPEED, require, require_attributes
+from lowmem_load.models.wrappers import extra_states
 from lowmem_load.planning.regions import FlatRange
-from lowmem_load.symbolic.attributes import EXTRA_STATE
+from lowmem_load.training_checkpoints.names import OF_ACTIVATIONS
 from lowmem_load.training_checkpoints.zero_checkpoint import PLACEHOLDER
 
 OF_IMPLEMENTATIONS = frozenset(
@@ -90,12 +91,9 @@ class Zero3State:
         self.parameters = [*trained, *self.frozen]
         self.optional = {PLACEHOLDER} & set(names.values())  # not in the model
         state = engine.module.state_dict(keep_vars=True)
-        self.buffers = {name: buffer for name, buffer in engine.module.named_buffers() if name in state}
-        self.extra_states = {
-            f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE: module
-            for name, module in engine.module.named_modules(remove_duplicate=False)
-            if type(module).set_extra_state is not nn.Module.set_extra_state
-        }
+        buffers = set(map(id, engine.module.buffers()))  # whose names in the state dict are without some wrappers
+        self.buffers = {name: buffer for name, buffer in state.items() if id(buffer) in buffers}
+        self.extra_states = extra_states(engine.module, (OF_ACTIVATIONS,))
 
     @property
     def is_adam(self) -> bool:

@@ -6,7 +6,7 @@ They are known by their classes. A word in a name tells nothing: anybody may cal
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +15,11 @@ from torch import nn
 from lowmem_load.errors import CheckpointError, listed
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.symbolic.attributes import EXTRA_STATE
+from lowmem_load.training_checkpoints.names import OF_ACTIVATIONS
 
 _WRAPPERS = {
     "_orig_mod": ("torch._dynamo", "OptimizedModule"),
-    "_checkpoint_wrapped_module": ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"),
+    OF_ACTIVATIONS: ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"),
     "base_layer": ("peft.tuners.tuners_utils", "BaseTunerLayer"),
     "original_module": ("peft.utils.other", "AuxiliaryTrainingWrapper"),
 }
@@ -63,11 +64,14 @@ def plain_class(module: nn.Module) -> type:
     return next(cls for cls in type(module).__mro__ if "FSDPModule" not in (base.__name__ for base in cls.__mro__))
 
 
-def extra_states(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that take an extra state, by the names that checkpoints give these."""
+def extra_states(model: nn.Module, keys: Collection[str] = _WRAPPERS) -> dict[str, nn.Module]:
+    """Return the modules that take an extra state, by the names that checkpoints give these.
+
+    `keys` are those of the wrappers that the names do not have. Default: of all.
+    """
     return {
         plain + EXTRA_STATE: module
-        for _, plain, module in _walk(model)
+        for _, plain, module in _walk(model, keys)
         if type(module).set_extra_state is not nn.Module.set_extra_state
     }
 
@@ -124,10 +128,13 @@ def refuse_differences(where: str, problems: Mapping[str, Iterable[str]], advice
         raise CheckpointError(f"{where}. {'; '.join(texts)}. {advice}")
 
 
-def _walk(module: nn.Module, full: str = "", plain: str = "") -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield the modules, each with what the names of its tensors begin with, and with that without wrappers."""
+def _walk(
+    module: nn.Module, keys: Collection[str] = _WRAPPERS, full: str = "", plain: str = ""
+) -> Iterator[tuple[str, str, nn.Module]]:
+    """Yield the modules, each with what the names of its tensors begin with, and with that without wrappers' keys."""
     yield full, plain, module
     inner = wrapped_key(module)
     for key, child in vars(module)["_modules"].items():
         if child is not None:
-            yield from _walk(child, f"{full}{key}.", plain if key == inner else f"{plain}{key}.")
+            is_left_out = key == inner and key in keys
+            yield from _walk(child, keys, f"{full}{key}.", plain if is_left_out else f"{plain}{key}.")

@@ -223,7 +223,8 @@ def _match(checkpoint: ZeroCheckpoint, state: Zero3State, wanted: Wanted) -> dic
     found = {name: tensor for name, tensor in found.items() if name in expected}
     required = expected.keys() - optional if wanted.strict else set()
     compared = {name: each for name, each in expected.items() if name in found or name in required}
-    unknown = {*checkpoint.of_module, *extra_states} - set(expected) if wanted.strict else ()
+    in_module = {name for name in checkpoint.parameters if checkpoint.own_name(name) in checkpoint.module}
+    unknown = {*in_module, *extra_states} - set(expected) if wanted.strict else ()
     if differences := differences_of(found, compared, unknown, "engine"):
         raise CheckpointError(f"{checkpoint.folder}: is a checkpoint of another model: {differences}")
     return saved

@@ -24,6 +24,10 @@ from lowmem_load.text import outer_prefix
 
 T = TypeVar("T")
 
+OF_ACTIVATIONS = "_checkpoint_wrapped_module"
+"""Key of torch's wrapper that recomputes activations: `state_dict` has names without it, but with those of others."""
+
+
 _OF_TRAINING = {
     *("optimizer", "optimizers", "optim", "optim_state", "state", "param_groups", "scaler", "grad_scaler"),
     *("lr_scheduler", "lr_schedulers", "scheduler", "schedulers", "dataloader", "loader", "progress"),

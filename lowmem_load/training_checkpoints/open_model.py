@@ -104,9 +104,12 @@ def open_model(folder: str, executor: Executor, *, tag: str | None = None, part:
     else:
         checkpoint = open_checkpoint(tagged, executor, with_moments=False)
         values = {**checkpoint.replicated, **checkpoint.of_module}
-        values |= {name: values[other] for name, other in checkpoint.shared.items() if other in values}
+        shared = {name: checkpoint.own_name(other) for name, other in checkpoint.shared.items()}
+        values |= {checkpoint.own_name(name): values[other] for name, other in shared.items() if other in values}
         kind, entries = "DeepSpeed's ZeRO", {(name,): tensor for name, tensor in values.items()}
-        lost = [name for name in checkpoint.parameters if name not in values and name != PLACEHOLDER]
+        lost = [
+            name for name in checkpoint.parameters if checkpoint.own_name(name) not in values and name != PLACEHOLDER
+        ]
         num_masters = sum(saved.group is not None for saved in checkpoint.parameters.values())
         place, opened = tagged, list(checkpoint.files)
     where = os.path.abspath(place)

@@ -43,7 +43,9 @@ from lowmem_load.files.source import LocalFile, read_bytes
 from lowmem_load.files.torch_zip import TorchObjects, describe_objects
 from lowmem_load.planning.expression import Shape, Source
 from lowmem_load.planning.load_plan import PlannedFile
+from lowmem_load.planning.proof import prove_names
 from lowmem_load.planning.regions import partition_numel
+from lowmem_load.training_checkpoints.names import OF_ACTIVATIONS
 from lowmem_load.training_checkpoints.plain_values import NeedsCodeError, PlainValues, numpy_number
 from lowmem_load.training_checkpoints.saved_state import BandedTensor, Files, check_written_together, own_files
 
@@ -149,8 +151,19 @@ class ZeroCheckpoint:
     @property
     def of_module(self) -> dict[str, BandedTensor]:
         """The values of the parameters in the module's state dict. Partial ZeRO-3 may give the optimizer others too."""
-        module = at(self.states[0].tree, "module", dict, self.states[0].path)
-        return {name: parameter.values for name, parameter in self.parameters.items() if name in module}
+        names = {name: own for name in self.parameters if (own := self.own_name(name)) in self.module}
+        prove_names(self.folder, (), names)
+        return {own: self.parameters[name].values for name, own in names.items()}
+
+    @property
+    def module(self) -> dict[Any, Any]:
+        """The module's state dict."""
+        found: dict[Any, Any] = at(self.states[0].tree, "module", dict, self.states[0].path)
+        return found
+
+    def own_name(self, name: str) -> str:
+        """Return the name that the module's state dict has for a parameter."""
+        return name_in_module(name, self.module)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -210,6 +223,11 @@ def _python_states(
     return tree.get("lr_scheduler"), client_state, {name: module[name] for name in extra_states if name in module}
 
 
+def name_in_module(name: str, module: Collection[str]) -> str:
+    """Return the name of a tensor in a state dict, which has no part for a module that recomputes activations."""
+    return name if name in module else ".".join(part for part in name.split(".") if part != OF_ACTIVATIONS)
+
+
 def _setting(value: Any) -> Any:
     """Return a value, and one of Python for a number of numpy, which functions of schedulers often return."""
     number = numpy_number(value)
@@ -254,6 +272,7 @@ def open_checkpoint(
     tree, path = own.tree, own.path
     module: dict[Any, Any] = at(tree, "module", dict, path)
     names = [name for name in at(tree, "buffer_names", list, path) if isinstance(name, str)]
+    names = [name_in_module(name, module) for name in names]
     buffers = {name: files.replicated(own, name, module[name]) for name in names if name in module}
     replicated = {**buffers, **_replicated(files, models[0])}
     shared: dict[str, str] = at(tree, "shared_params", dict, path)

@@ -20,6 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lowmem_load import consolidate, load_checkpoint, load_model
 from lowmem_load.distributed.process_group import DistributedInterface
@@ -266,17 +267,30 @@ class Counting(nn.Module):
 
 
 def keep_what_each_rank_has(folder: str) -> None:
-    """Buffers and extra states come back as by DeepSpeed's own load."""
+    """Buffers and extra states come back as by DeepSpeed's own load, also of modules that recompute activations."""
     rank = dist.get_rank()
-    engine = deepspeed.initialize(model=Counting(), config=config({}))[0]
-    engine.module.seen.fill_(rank + 1)
-    engine.module.state = {"calls": rank + 10, "scale": torch.full((2,), rank + 0.5)}
+
+    def make() -> tuple[Any, list[Counting]]:
+        modules = [Counting(), Counting()]
+        engine = deepspeed.initialize(
+            model=nn.Sequential(modules[0], checkpoint_wrapper(modules[1])), config=config({})
+        )[0]
+        return engine, modules
+
+    engine, modules = make()
+    for number, module in enumerate(modules):
+        module.seen.fill_(rank + number + 1)
+        module.state = {"calls": rank + number + 10, "scale": torch.full((2,), rank + 0.5)}
     engine.save_checkpoint(folder)
+    consolidate(folder, f"{folder}/weights")
+    names = {f"{number}.{name}" for number in (0, 1) for name in ("inner.weight", "inner.bias", "seen")}
+    assert load_file(f"{folder}/weights/model.safetensors").keys() == names
     for load in (deepspeed.DeepSpeedEngine.load_checkpoint, load_checkpoint):
-        other = deepspeed.initialize(model=Counting(), config=config({}))[0]
+        other, modules = make()
         load(other, folder)
-        assert other.module.seen.tolist() == [rank + 1] * 3
-        assert other.module.state["calls"] == rank + 10 and other.module.state["scale"].tolist() == [rank + 0.5] * 2
+        for number, module in enumerate(modules):
+            assert module.seen.tolist() == [rank + number + 1] * 3
+            assert module.state["calls"] == rank + number + 10 and module.state["scale"].tolist() == [rank + 0.5] * 2
 
 
 # -- what other ranks make of it --------------------------------------------------------------------------------------
