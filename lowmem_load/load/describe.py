@@ -86,7 +86,9 @@ def describe(
         return kept
 
     initialiser = Initialiser(reads.now, None if holds_values else reads.note)
-    context = Context(reads.now, initialiser, keeps_of, refuse_partitioned, executor.sources.opened)
+    context = Context(
+        reads.now, initialiser, keeps_of, refuse_partitioned, executor.sources.opened, executor.tasks.check
+    )
     context.is_partitioned, context.is_quiet = settings.stage == 3, is_quiet
     context.compares_values = holds_values and settings.world_size > 1
     files: tuple[PlannedFile, ...] = ()

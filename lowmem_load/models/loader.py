@@ -195,7 +195,7 @@ class TransformersCall(PretrainedCall):
             **building_handlers(context.constructor),
             foreign_names.INITIALIZE_WEIGHTS: functools.partial(_initialise, context),
             foreign_names.SHARD_FILES: check_shards,
-            foreign_names.LOAD_PRETRAINED_MODEL: functools.partial(_note_model, context.constructor),
+            foreign_names.LOAD_PRETRAINED_MODEL: functools.partial(_note_model, context),
             foreign_names.LOAD_ADAPTER: _load_adapter,
             foreign_names.MODEL_INIT.of(self._cls): functools.partial(self._build, context),
         }
@@ -278,9 +278,20 @@ def building_handlers(constructor: Constructor) -> Handlers:
     return {foreign_names.GET_INIT_CONTEXT: init_contexts, foreign_names.INIT_WEIGHTS: init_weights}
 
 
-def _note_model(constructor: Constructor, ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    constructor.note(next(value for value in (*args, *kwargs.values()) if isinstance(value, PreTrainedModel)))
-    return ordinary(*args, **kwargs)
+def _note_model(
+    context: Context,
+    ordinary: Callable[..., Any],
+    model: Any,
+    state_dict: Any,
+    checkpoint_files: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    context.constructor.note(model)
+    if state_dict is None and checkpoint_files is not None:
+        paths = map(os.fspath, checkpoint_files)
+        context.read_ahead({path: Safetensors() if path.endswith(".safetensors") else TorchZip() for path in paths})
+    return ordinary(model, state_dict, checkpoint_files, *args, **kwargs)
 
 
 def _initialise(context: Context, ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -510,8 +521,10 @@ def tensors_in(paths: Iterable[str], context: Context) -> dict[str, torch.Tensor
     """
     tensors: dict[str, torch.Tensor] = {}
     homes: dict[str, str] = {}
-    for path in paths:
-        file = context.file(path, file_format(path))
+    formats = {path: file_format(path) for path in paths}
+    context.read_ahead(formats)
+    for path, checkpoint_format in formats.items():
+        file = context.file(path, checkpoint_format)
         for name, tensor in _symbols(file, context).items():
             if name in tensors:
                 raise CheckpointError(

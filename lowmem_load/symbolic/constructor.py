@@ -31,7 +31,9 @@ from torch.utils._pytree import tree_map_only
 from lowmem_load.errors import UnsupportedError, listed
 from lowmem_load.files.format import CheckpointFile, CheckpointFormat
 from lowmem_load.files.memory import map_memory
+from lowmem_load.files.remote_file import NUM_THREADS, Check, map_in_threads
 from lowmem_load.files.source import ByteSource
+from lowmem_load.phases import no_callback
 from lowmem_load.planning.expression import Computed
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.symbolic.attributes import is_computed_in_forward, replaced_in, tensor_attributes, tensors_in
@@ -398,6 +400,7 @@ class Context:
         keeps_of: called with the model once it has its parameters; returns what this rank keeps of each.
         check_built: called with the model as soon as it is built; raises for one that cannot be described.
         opened: returns the open file of the checkpoint at a path, which stays open.
+        check: called while files are described; raises if that is to end.
         constructor: the values that the model's constructor computes.
         is_partitioned: whether the load is one of ZeRO-3, or of shards.
         weights: take the place of those in the files.
@@ -410,6 +413,7 @@ class Context:
     keeps_of: Callable[[nn.Module], Keeps]
     check_built: Callable[[nn.Module], None]
     opened: Callable[[str], ByteSource]
+    check: Check = no_callback
     files: dict[str, CheckpointFile] = field(default_factory=dict)
     constructor: Constructor = field(default_factory=Constructor)
     is_partitioned: bool = True
@@ -421,6 +425,21 @@ class Context:
         """Note what ranks compare of a model that a library has built, and not the caller."""
         if self.compares_values:
             self.constructor.note_values(model)
+
+    def read_ahead(self, formats: Mapping[str, CheckpointFormat]) -> None:
+        """Describe files, by their paths, at the same time: on slow storage each header takes some round trips.
+
+        What fails is left to `file`. So the first of several errors is that of the first file on all ranks.
+        """
+        paths, found = [path for path in formats if path not in self.files], dict[str, CheckpointFile]()
+
+        def describe(number: int) -> None:
+            for path in paths[number::NUM_THREADS]:  # a future for each would take as long as a header in the cache
+                with contextlib.suppress(Exception):
+                    found[path] = formats[path].describe(self.opened(path))
+
+        map_in_threads(describe, range(min(NUM_THREADS, len(paths))), self.check)
+        self.files |= {path: found[path] for path in paths if path in found}
 
     def file(self, path: str, checkpoint_format: CheckpointFormat) -> CheckpointFile:
         """Return the description of a file, which is read once."""

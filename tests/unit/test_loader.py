@@ -138,6 +138,35 @@ def test_a_file_is_described_once_unless_that_fails(context: Context, tmp_path: 
     assert context.files == {paths[0]: found[0], paths[1]: found[1]}
 
 
+def test_headers_are_read_at_the_same_time_and_the_first_bad_file_counts(tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{name}.safetensors") for name in "dbca"]
+    for path in paths:
+        save_file({f"w {path}": torch.ones(300)}, path)
+    others_are_read = threading.Barrier(len(paths))
+
+    class Late(LocalFile):
+        def read_into(self, offset: int, memory: memoryview) -> None:
+            if offset == 0:
+                others_are_read.wait(10)  # breaks, and each file fails, unless all are read at the same time
+            super().read_into(offset, memory)
+
+    sources = OpenSources(Late)
+    context = Context(read_nothing, Initialiser(read_nothing), pytest.fail, lambda model: None, sources.opened)
+    context.read_ahead(dict.fromkeys(paths, Safetensors()))
+    assert list(context.files) == paths  # which ranks compare
+    sources.close()
+    for path in paths[1:3]:
+        Path(path).write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00[]")
+    sources = OpenSources(LocalFile)
+    context = Context(read_nothing, Initialiser(read_nothing), pytest.fail, lambda model: None, sources.opened)
+    formats = dict.fromkeys(paths, Safetensors())
+    context.read_ahead(formats)
+    assert list(context.files) == [paths[0], paths[3]]
+    with pytest.raises(HeaderError, match=r"b\.safetensors"):
+        [context.file(path, format_) for path, format_ in formats.items()]
+    sources.close()
+
+
 # -- what safe_open of safetensors 0.9 returns, and transformers' loader with its prefetch -----------------------------
 
 OF_0_9 = {"get_slice", "get_tensor", "get_tensor_meta", "get_tensors", "keys", "metadata", "offset_keys", "prefetch"}
