@@ -115,11 +115,6 @@ class Strided:
         """Size and stride of each dim, where neighbors that are one dim of the part count as one."""
         return merged_dims(self.shape, self.strides)
 
-    @cached_property
-    def rows(self) -> Shape:
-        """How many elements each of these dims has below it."""
-        return row_major_strides([size for size, _ in self.dims])
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cast:

@@ -255,7 +255,7 @@ def _copy_of_leaf(leaf: Leaf, nest: Nest) -> Copy:
 
 
 def _walk_strided(node: Strided, nest: Nest) -> Iterator[Copy]:
-    rows = node.rows
+    rows = row_major_strides([size for size, _ in node.dims])
 
     def in_part(element: int) -> int:
         place = 0

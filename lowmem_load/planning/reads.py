@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from lowmem_load.planning.expression import Source, Strided
+from lowmem_load.planning.expression import Source, Strided, row_major_strides
 from lowmem_load.planning.nest import Axis, Copy, Nest, extent, offsets
 
 
@@ -164,7 +164,8 @@ def plan_pieces(copy: Copy, itemsize: int, limits: ReadLimits) -> Iterator[tuple
     The leaf is elementwise. Pieces end where rows of its parts do: one that ends within a block of a scale would have
     the same scales read several times.
     """
-    rows = (row for part in getattr(copy.leaf, "parts", ()) if isinstance(part, Strided) for row in part.rows)
+    dims = (part.dims for part in getattr(copy.leaf, "parts", ()) if isinstance(part, Strided))
+    rows = (row for each in dims for row in row_major_strides([size for size, _ in each]))
     row = max((row for row in rows if row * itemsize <= limits.staging_bytes), default=1)
     for first, numel, outer, nest in _blocks(copy.nest, itemsize, limits, row):
         for start, destination in offsets(outer):
