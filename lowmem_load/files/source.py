@@ -123,6 +123,7 @@ class LocalFile:
         self._descriptor = self._direct = -1  # the latter reads past the page cache
         self._descriptor, status = self._call(_open_regular, path)
         _leave_room(self._descriptor)
+        self._is_read_no_further = False
         self.nbytes, self._opened_version = status.st_size, _version(status)
         self._is_on_disk = os.major(status.st_dev) != 0  # file systems in memory and on the network have major number 0
 
@@ -156,6 +157,7 @@ class LocalFile:
         EFS reads 15 MiB ahead, Lustre more. Only for many threads: 4 that read a FUSE folder which answers after 5 ms
         took 2.0 s for 128 MiB instead of 1.3 s, and 16 took 0.8 s either way.
         """
+        self._is_read_no_further = True
         with contextlib.suppress(OSError):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
@@ -235,6 +237,8 @@ class LocalFile:
                     f"{self.path}: was replaced or written to while it was read; load again once nobody writes to it"
                 )
             os.dup2(descriptor, self._descriptor, inheritable=False)  # other threads use this number
+            if self._is_read_no_further:  # which was said of the stale one
+                self.read_no_further()
         finally:
             os.close(descriptor)
 

@@ -262,6 +262,9 @@ def test_errors_that_persist_are_ours(file: str, monkeypatch: pytest.MonkeyPatch
 def test_a_stale_file_is_opened_again(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The descriptor is what no longer works: only one that was opened later does."""
     source = LocalFile(file)
+    source.read_no_further()
+    advised: list[tuple[int, ...]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *args: advised.append(args))
 
     def close_the_file() -> None:
         other = os.open(os.devnull, os.O_RDONLY)  # reading it gives nothing, as if the file were cut off
@@ -274,6 +277,7 @@ def test_a_stale_file_is_opened_again(file: str, monkeypatch: pytest.MonkeyPatch
     before, after = faults.descriptors
     assert before == after, "the number stays: other threads may be reading by it"
     assert os.get_inheritable(after) is False
+    assert advised == [(after, 0, 0, os.POSIX_FADV_RANDOM)], "advice is of the open file, not of its number"
 
 
 @pytest.mark.usefixtures("no_delays")
