@@ -420,6 +420,7 @@ class Context:
     weights: Mapping[str, torch.Tensor] | None = None
     is_quiet: bool = False
     compares_values: bool = False
+    _failed: dict[str, Exception] = field(default_factory=dict, init=False)  # by path, until `file` raises it
 
     def note_values(self, model: nn.Module) -> None:
         """Note what ranks compare of a model that a library has built, and not the caller."""
@@ -429,20 +430,24 @@ class Context:
     def read_ahead(self, formats: Mapping[str, CheckpointFormat]) -> None:
         """Describe files, by their paths, at the same time: on slow storage each header takes some round trips.
 
-        What fails is left to `file`. So the first of several errors is that of the first file on all ranks.
+        `file` raises what fails. So the first of several errors is that of the first file on all ranks.
         """
         paths, found = [path for path in formats if path not in self.files], dict[str, CheckpointFile]()
 
         def describe(number: int) -> None:
             for path in paths[number::NUM_THREADS]:  # a future for each would take as long as a header in the cache
-                with contextlib.suppress(Exception):
+                try:
                     found[path] = formats[path].describe(self.opened(path))
+                except Exception as error:  # noqa: BLE001
+                    self._failed[path] = error
 
         map_in_threads(describe, range(min(NUM_THREADS, len(paths))), self.check)
         self.files |= {path: found[path] for path in paths if path in found}
 
     def file(self, path: str, checkpoint_format: CheckpointFormat) -> CheckpointFile:
         """Return the description of a file, which is read once."""
+        if (error := self._failed.pop(path, None)) is not None:  # a store would be waited for again
+            raise error
         if path not in self.files:
             self.files[path] = checkpoint_format.describe(self.opened(path))
         return self.files[path]
