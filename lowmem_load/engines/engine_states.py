@@ -91,8 +91,9 @@ class Zero3State:
         self.parameters = [*trained, *self.frozen]
         self.optional = {PLACEHOLDER} & set(names.values())  # not in the model
         state = engine.module.state_dict(keep_vars=True)
-        buffers = set(map(id, engine.module.buffers()))  # whose names in the state dict are without some wrappers
-        self.buffers = {name: buffer for name, buffer in state.items() if id(buffer) in buffers}
+        first = {id(buffer): name for name, buffer in reversed(state.items())}  # DeepSpeed lists a shared one once
+        # Their names in the state dict are without some wrappers.
+        self.buffers = {first[id(buffer)]: buffer for buffer in engine.module.buffers() if id(buffer) in first}
         self.extra_states = extra_states(engine.module, (OF_ACTIVATIONS,))
 
     @property

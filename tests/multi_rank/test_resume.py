@@ -267,13 +267,16 @@ class Counting(nn.Module):
 
 
 def keep_what_each_rank_has(folder: str) -> None:
-    """Buffers and extra states come back as by DeepSpeed's own load, also of modules that recompute activations."""
+    """Buffers and extra states come back as by DeepSpeed's own load.
+
+    Also those of modules that recompute activations, and of a module in two places.
+    """
     rank = dist.get_rank()
 
     def make() -> tuple[Any, list[Counting]]:
         modules = [Counting(), Counting()]
         engine = deepspeed.initialize(
-            model=nn.Sequential(modules[0], checkpoint_wrapper(modules[1])), config=config({})
+            model=nn.Sequential(modules[0], checkpoint_wrapper(modules[1]), modules[0]), config=config({})
         )[0]
         return engine, modules
 
@@ -284,7 +287,7 @@ def keep_what_each_rank_has(folder: str) -> None:
     engine.save_checkpoint(folder)
     consolidate(folder, f"{folder}/weights")
     names = {f"{number}.{name}" for number in (0, 1) for name in ("inner.weight", "inner.bias", "seen")}
-    assert load_file(f"{folder}/weights/model.safetensors").keys() == names
+    assert load_file(f"{folder}/weights/model.safetensors").keys() == names  # shared ones once
     for load in (deepspeed.DeepSpeedEngine.load_checkpoint, load_checkpoint):
         other, modules = make()
         load(other, folder)
