@@ -52,7 +52,7 @@ from lowmem_load.models.loader import Call, configuration_of, is_left_alone, is_
 from lowmem_load.models.model_folder import commit_in, find_folder, rename_loaded
 from lowmem_load.phases import Progress, computing
 from lowmem_load.planning.replicas import ShareReads
-from lowmem_load.text import MAX_VALUE, fingerprint
+from lowmem_load.text import MAX_VALUE, fingerprint, plain_url
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,8 @@ class Options:
         if self.share_reads not in (known := get_args(ShareReads)):
             raise ConfigError(f"share_reads: asked for {self.share_reads!r}, expected one of {', '.join(known)}")
         if self.local_copy is not None and (not self.local_copy or "://" in self.local_copy):
-            raise ConfigError(f"local_copy: expected a folder on a disk of the node, got {self.local_copy!r}")
+            shown = plain_url(self.local_copy)  # a URL may have a password
+            raise ConfigError(f"local_copy: expected a folder on a disk of the node, got {shown!r}")
 
 
 @dataclass(frozen=True, slots=True)

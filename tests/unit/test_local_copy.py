@@ -121,9 +121,11 @@ def test_a_folder_that_cannot_be_made_is_one_warning(
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("folder", ["", "s3://bucket/copies"])
-def test_what_is_not_a_local_folder_is_refused(folder: str) -> None:
-    with pytest.raises(ConfigError, match=f"local_copy: expected a folder on a disk of the node, got '{folder}'"):
+@pytest.mark.parametrize(
+    ("folder", "shown"), [("", ""), ("https://user:secret@host/copies?sig=secret", "https://host/copies")]
+)
+def test_what_is_not_a_local_folder_is_refused(folder: str, shown: str) -> None:
+    with pytest.raises(ConfigError, match=f"local_copy: expected a folder on a disk of the node, got '{shown}'"):
         load_model(URL, {}, local_copy=folder)
 
 
