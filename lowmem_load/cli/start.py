@@ -171,7 +171,7 @@ def _show_steps(store: str, as_json: bool) -> None:
 @app.command()
 def consolidate(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="Folder that the trainer saved to.", show_default=False)
+        str, typer.Argument(metavar="CHECKPOINT", help="Folder or URL that the trainer saved to.", show_default=False)
     ],
     output: Annotated[
         str,

@@ -13,7 +13,7 @@ import os
 import re
 import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -90,6 +90,8 @@ class RemoteObject:
     nbytes: int
     version: str
     """An ETag or a date, as `_version` returns it; a commit on the Hub. Equal on all ranks."""
+    written: float = 0.0
+    """When it was written, as the store says, in seconds; 0 if that is not known."""
     unsigned: bool = False
     """Whether the store is asked without credentials."""
     on_hub: bool = False
@@ -180,29 +182,35 @@ def _get(name: str, store: Any, key: str, offset: int, memory: memoryview, condi
 # -- finding files -----------------------------------------------------------------------------------------------------
 
 
-def list_files(url: str, subfolder: str) -> dict[str, RemoteObject]:
-    """Return the files in a folder of an object store, and in one subfolder of it, by path inside the folder.
+def list_files(url: str, *subfolders: str, below: bool = False) -> dict[str, RemoteObject]:
+    """Return the files in a folder of an object store, and in some subfolders of it, by path inside the folder.
+
+    `below`: also those in folders inside of the subfolders.
 
     Where S3 needs credentials and the environment names none, it is asked without a signature first: the bucket may be
     public, and to ask the machine for its role takes long where it has none.
     """
     has_credentials = any(name in os.environ for name in _IN_ENVIRONMENT) or "credential_provider" in aws_settings()
     if not url.startswith("s3") or has_credentials:
-        return _list(url, subfolder, unsigned=False)
+        return _list(url, subfolders, unsigned=False, below=below)
     try:
-        return _list(url, subfolder, unsigned=True)
+        return _list(url, subfolders, unsigned=True, below=below)
     except CheckpointError:
         if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
             raise
-        return _list(url, subfolder, unsigned=False)
+        return _list(url, subfolders, unsigned=False, below=below)
 
 
-def _list(url: str, subfolder: str, *, unsigned: bool) -> dict[str, RemoteObject]:
+def _list(url: str, subfolders: Iterable[str], *, unsigned: bool, below: bool) -> dict[str, RemoteObject]:
     store = open_store(url, unsigned=unsigned)
     with _translate_errors(plain_url(url)):
         files: dict[str, RemoteObject] = {}
-        for prefix in dict.fromkeys(("", subfolder.strip("/"))):
-            for meta in obstore.list_with_delimiter(store, prefix or None)["objects"]:
+        for prefix in dict.fromkeys(("", *(folder.strip("/") for folder in subfolders))):
+            if below and prefix:
+                objects: Iterable[Any] = next(iter(obstore.list(store, prefix, chunk_size=8192)), ())  # more is refused
+            else:
+                objects = obstore.list_with_delimiter(store, prefix or None)["objects"]
+            for meta in objects:
                 if meta["path"] not in ("", prefix):  # an empty object that marks a folder
                     files[meta["path"]] = _object(url, meta, unsigned=unsigned)
         return files
@@ -232,7 +240,8 @@ def _object(url: str, meta: Any, *, unsigned: bool = False) -> RemoteObject:
             f"{_name(url, meta['path'])}: the server sends no ETag and no Last-Modified, without which a file that is "
             "replaced goes unnoticed; use another server, or download the checkpoint"
         )
-    return RemoteObject(plain_url(url), meta["path"], meta["size"], version, unsigned, secret=url)
+    written = meta["last_modified"].timestamp()
+    return RemoteObject(plain_url(url), meta["path"], meta["size"], version, written, unsigned, secret=url)
 
 
 def _version(meta: Any) -> str:

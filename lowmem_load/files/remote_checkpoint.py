@@ -6,6 +6,7 @@ import html
 import os
 import posixpath
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
@@ -16,37 +17,63 @@ from lowmem_load.errors import CheckpointError
 from lowmem_load.files import object_store
 from lowmem_load.files.object_store import RemoteObject
 from lowmem_load.files.remote_file import Check, map_in_threads
-from lowmem_load.files.stand_ins import MAX_FILES, Listing, is_plain_path, lay_out, read_front, secrets
+from lowmem_load.files.stand_ins import MAX_FILES, is_plain_path, is_url, lay_out, read_front, secrets
 from lowmem_load.phases import no_callback
 from lowmem_load.text import is_http, plain_url, without_secrets
 
 
 def folder_of_url(url: str, *, subfolder: str = "", check: Check = no_callback) -> str:
     """Return the folder that stands for a URL. `check` is called while this waits, and may raise to end it."""
+    return lay_out(plain_url(url).rstrip("/"), _find(url, [subfolder], check), _fetch, check)
+
+
+def folder_of_checkpoint(name: str, tag: str | None, subfolders: Sequence[str] = (), check: Check = no_callback) -> str:
+    """Return the folder that stands for a training checkpoint at a URL; any other name as it is.
+
+    It has these subfolders, and the one of a tag, with what is below. Without a tag, the file `latest` names it.
+    """
+    if not is_url(name):
+        return name
+    files, named_by = _find(name, subfolders, check), "tag"
+    if tag is None and (latest := files.get("latest")):
+        (content,) = map_in_threads(lambda item: read_front(item, min(4096, item.nbytes)), [latest], check)
+        tag, named_by = content.decode(errors="replace").strip(), "latest"
+    if tag is not None and is_plain_path(tag):
+        files |= _find(name, [tag], check, below=True)
+        if not any(file.startswith(f"{tag}/") for file in files):
+            raise CheckpointError(f"{plain_url(name)}: has no checkpoint {tag!r}, which {named_by!r} names")
+    return lay_out(plain_url(name).rstrip("/"), files, _fetch, check)
+
+
+def _fetch(_: str, item: RemoteObject) -> bytes:
+    return read_front(item, item.nbytes)
+
+
+def _find(url: str, subfolders: Sequence[str], check: Check, *, below: bool = False) -> dict[str, RemoteObject]:
+    """Return the files of a folder and of these subfolders. For `below`, see `list_files`."""
     _check_url(url)
     origin = plain_url(url).rstrip("/")
     secrets[origin] = url if plain_url(url) != url else None
-    files: Listing
     if is_http(url):
-        names = dict.fromkeys(_listed(url, subfolder, check))
+        names = dict.fromkeys(_listed(url, subfolders, check))
         found = map_in_threads(lambda name: object_store.find(url, name), names, check)
         files = {name: item for name, item in zip(names, found, strict=True) if item is not None}
     else:
-        (files,) = map_in_threads(lambda folder: object_store.list_files(url, folder), [subfolder], check)
+        (files,) = map_in_threads(lambda each: object_store.list_files(url, *each, below=below), [subfolders], check)
     if not files:
-        raise CheckpointError(f"{origin}: no files are there; name the folder that has config.json")
-    return lay_out(origin, files, lambda _, item: read_front(item, item.nbytes), check)
+        raise CheckpointError(f"{origin}: no files are there; name the folder of the model or of the checkpoint")
+    return files
 
 
-def _listed(url: str, subfolder: str, check: Check) -> list[str]:
-    """Return the files of a folder on an HTTP server, and of one subfolder of it, by SHA256SUMS or the page there."""
+def _listed(url: str, subfolders: Sequence[str], check: Check) -> list[str]:
+    """Return the files of a folder on an HTTP server, and of subfolders of it, by SHA256SUMS or the page there."""
 
     def read(path: str) -> bytes | None:
         (content,) = map_in_threads(lambda path: object_store.read_list(url, path), [path], check)
         return content
 
     names: list[str] = []
-    for folder in dict.fromkeys(("", subfolder.strip("/"))):
+    for folder in dict.fromkeys(("", *(each.strip("/") for each in subfolders))):
         sums = read(posixpath.join(folder, "SHA256SUMS"))
         if sums is not None:
             lines = [line.split(maxsplit=1) for line in sums.decode(errors="replace").splitlines()]

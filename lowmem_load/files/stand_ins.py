@@ -32,7 +32,7 @@ URL_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "http",
 MANIFEST = "files.json"
 """File next to the stand-in."""
 
-ENTRY = ("url", "key", "nbytes", "version", "unsigned", "on_hub")
+ENTRY = ("url", "key", "nbytes", "version", "written", "unsigned", "on_hub")
 """What the manifest has of a `RemoteObject`."""
 
 MAX_FILES = 4096
@@ -95,6 +95,13 @@ def origin(path: str) -> str:
     return path if found is None else "/".join(filter(None, (found[0]["origin"], found[1])))
 
 
+def written_at(path: str) -> float | None:
+    """Return when the file that one stands for was written, as its store says; None for any other file."""
+    manifest, file = manifest_of(path) or ({"files": {}}, "")
+    entry = manifest["files"].get(file)
+    return None if entry is None else float(entry["written"])
+
+
 # -- its files ---------------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +153,9 @@ def lay_out(origin: str, listing: Listing, fetch: Fetch, check: Check, *, tokeni
     for file in listing:
         if not is_plain_path(file):  # it would leave the folder
             raise CheckpointError(f"{origin}: lists a file with the impossible name {file[:80]!r}")
-    lines = [f"{file} {item.name} {item.nbytes} {item.version}" for file, item in sorted(listing.items())]
+    lines = [
+        f"{file} {item.name} {item.nbytes} {item.version} {item.written}" for file, item in sorted(listing.items())
+    ]
     base, last = _own_folder(), origin.rpartition("/")[2]
     place = os.path.join(base, readable_name(origin, [origin, *lines]))
     folder = os.path.join(place, last if _is_plain(last) else "model")

@@ -109,7 +109,7 @@ def _training_weights(
     model = open_model(folder, executor).without_wrappers()
     if model.adapter is not None:
         raise UnsupportedError(
-            f"{folder}: contains an adapter; make a folder of it by `lowmem-load consolidate`, and load that"
+            f"{model.folder}: contains an adapter; make a folder of it by `lowmem-load consolidate`, and load that"
         )
     values = {id(tensor): SymbolicTensor(tensor.whole, read_now) for tensor in model.tensors.values()}
     tensors = {name: values[id(tensor)].detach() for name, tensor in model.tensors.items()}  # tied names share a value

@@ -86,6 +86,8 @@ class Options:
         if self.local_copy is not None and (not self.local_copy or "://" in self.local_copy):
             shown = plain_url(self.local_copy)  # a URL may have a password
             raise ConfigError(f"local_copy: expected a folder on a disk of the node, got {shown!r}")
+        if self.local_copy is not None and self.weights is not None:
+            raise ConfigError("local_copy: is for the files of a model, not of a training checkpoint; remove it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class Load:
             zero_init_disabled() as around,
             on_host(),
             random_state_of(of_ranks[0][1]),
-            make_executor(call, once.num_on_node, self.options.local_copy) as executor,
+            make_executor(call, once.num_on_node, self.options.weights, self.options.local_copy) as executor,
             contextlib.closing(once),
         ):
             executor.tasks.check = ranks.check
@@ -259,9 +261,9 @@ def find(call: Call, options: Options, ranks: RankGroup) -> None:
             call.move(*find_folder(call.path, call.kwargs, stream=options.stream, check=ranks.check))
 
 
-def make_executor(call: Call, num_ranks: int, local_copy: str | None = None) -> Executor:
+def make_executor(call: Call, num_ranks: int, weights: str | None = None, local_copy: str | None = None) -> Executor:
     """Return what reads for a call on one of so many ranks of a node."""
-    if is_stand_in(call.path):
+    if is_stand_in(call.path) or is_url(weights):
         opener = open_file if local_copy is None else LocalCopies(local_copy).open
         return Executor(num_threads=requests_in_flight(num_ranks), open_source=opener)
     if local_copy is not None:

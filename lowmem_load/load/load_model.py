@@ -75,12 +75,13 @@ def load_model(
         share_reads: who reads bytes that several ranks need. "job": they are read once, and sent to the other ranks.
             "off": each rank reads them. "auto" is "job" for at least 64 MiB in host memory, from an object store or
             from a network file system that several nodes read, and otherwise "off". Default: "auto".
-        weights_from: the local folder of a training checkpoint that has the weights, of any kind that `consolidate`
+        weights_from: the folder or URL of a training checkpoint that has the weights, of any kind that `consolidate`
             accepts, also of DeepSpeed. `name` then only says which model it is. Each rank reads its own part, and any
             number of ranks may have saved it.
         local_copy: a folder on a disk of the node, into which ranks write what they read from a store. The next load
             on as many ranks reads it there, if the objects have the same size and ETag (or date). No other program can
-            load these copies. A disk that is slower than the store slows the load down. Default: no copy.
+            load these copies. A disk that is slower than the store slows the load down. Not with `weights_from`.
+            Default: no copy.
         **from_pretrained_kwargs: as for `from_pretrained`: revision, token, cache_dir, subfolder, ...
 
     Memory: the partitions, and where bytes are cast or rearranged, `LoadPlan.costs.staging_bytes` for each reading

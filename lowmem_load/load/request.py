@@ -15,6 +15,7 @@ from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.engines.mesh import is_mesh
 from lowmem_load.engines.zero3_target import target_maker
 from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.files.stand_ins import is_url
 from lowmem_load.load.load import Load, LoadedModel, Options
 from lowmem_load.models import diffusion, loader, model_class, model_folder
 from lowmem_load.models.loader import LEFT_ALONE, SHARDS, Call
@@ -22,6 +23,7 @@ from lowmem_load.models.model_folder import commit_of, find_folder, rename_loade
 from lowmem_load.models.quantizers import refuse_quantized, stays_packed
 from lowmem_load.models.skeleton import is_distributed_config
 from lowmem_load.renamed import warn_of
+from lowmem_load.text import plain_url
 
 
 class Request(NamedTuple):
@@ -171,12 +173,13 @@ def target_of(**targets: Any) -> tuple[str, Any]:
 
 
 def weights_folder(path: Any) -> str | None:
-    """Return the folder of a training checkpoint as text, and None for none; raise ConfigError for anything else."""
+    """Return the folder or URL of a training checkpoint, and None for none; raise ConfigError for anything else."""
     if path is None:
         return None
     text = os.fsdecode(path) if isinstance(path, str | os.PathLike) else ""
-    if not text or "://" in text:
-        raise ConfigError(f"weights_from: expected the local folder of a training checkpoint, got {path!r}")
+    if not text or ("://" in text and not is_url(path)):
+        shown = repr(plain_url(text) if "://" in text else path)
+        raise ConfigError(f"weights_from: expected the folder or URL of a training checkpoint, got {shown}")
     return text
 
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from lowmem_load import foreign_names
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.files.executor import Executor
+from lowmem_load.files.stand_ins import is_url
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.models.active import random_states, transformers_models
 from lowmem_load.models.loader import building_handlers, file_format
@@ -117,7 +118,7 @@ def _loading_info(info: Mapping[str, Any]) -> Any:
 def _on_meta(_: Any, checkpoint_file: str, *__: Any, **___: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of a file, or of a training checkpoint, on meta: a dtype "auto" may be that of the first."""
     with Executor(num_threads=1) as executor:
-        if os.path.isdir(checkpoint_file):
+        if os.path.isdir(checkpoint_file) or is_url(checkpoint_file):
             expressions = {name: values.whole for name, values in open_model(checkpoint_file, executor).tensors.items()}
         else:
             file = file_format(checkpoint_file).describe(executor.sources.opened(checkpoint_file))

@@ -23,6 +23,7 @@ from lowmem_load.engines.hooks import asked_first, is_shell
 from lowmem_load.engines.parameters import full_numel, group_of, is_partitioned
 from lowmem_load.engines.zero3_target import check_ties, choose, chosen_parameters, mark, partitioned_modules
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
+from lowmem_load.files.stand_ins import origin
 from lowmem_load.foreign_names import INITIALIZE
 from lowmem_load.partial.replicated import (
     PartialOptimizer,
@@ -339,7 +340,7 @@ class PartialEngine(Wrapper):
         `load_module_only` leaves optimizers, schedulers and step counts as they are: for a model that trains other
         parameters than when it was saved.
         """
-        load_dir = os.fspath(load_dir)
+        load_dir = origin(os.fspath(load_dir))
         load_optimizer_states = load_optimizer_states and not load_module_only
         distributed = DistributedInterface()
         with distributed.step("checking", name=load_dir) as step:  # before anything is changed

@@ -16,11 +16,14 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
+from lowmem_load.distributed.environment import ranks_on_node
 from lowmem_load.distributed.steps import Alone, RankGroup
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.index import read_json
 from lowmem_load.files.memory import scatter_elements
+from lowmem_load.files.remote_file import requests_in_flight
+from lowmem_load.files.stand_ins import is_url, origin
 from lowmem_load.load.checks import agree_on_bytes, identify_files
 from lowmem_load.models import peft, saver
 from lowmem_load.models.active import load_lock
@@ -83,7 +86,8 @@ def consolidate(
     description of the checkpoint: some MiB, or 1.5 GiB for 512,000 chunks.
 
     Args:
-        checkpoint: folder that the trainer saved to, e.g. `checkpoint-500` of Trainer and accelerate.
+        checkpoint: folder that the trainer saved to, e.g. `checkpoint-500` of Trainer and accelerate. Or a URL, as for
+            `load_model`, whose files are read by ranges.
         folder: folder to write, which is made if it is not there. It may be in a store, as for `save_model`.
         tag: tag of a DeepSpeed checkpoint. Default: the one that the file `latest` names.
         part: part of the state dict that is the model, e.g. "model" or "ema". Default: found by its name.
@@ -110,10 +114,12 @@ def consolidate(
     if dtype is not None and dtype not in saver.DTYPES:
         raise ConfigError(f"consolidate: dtype={dtype!r}, expected None or one of {saver.DTYPES}")
     ranks = Alone() if ranks is None else ranks
-    with Executor() as executor:
+    num_threads = requests_in_flight(ranks_on_node(ranks.world_size)) if is_url(checkpoint) else 1
+    with Executor(num_threads=num_threads) as executor:
+        executor.tasks.check = ranks.check
 
         def weights(scratch: Path) -> Weights:
-            with ranks.step("opening the checkpoint", name=os.fspath(checkpoint)) as step:
+            with ranks.step("opening the checkpoint", name=origin(os.fspath(checkpoint))) as step:
                 saved = open_model(os.fspath(checkpoint), executor, tag=tag, part=part)
                 read = (f"{os.path.basename(file.path)} {file.nbytes} {file.digest}" for file in saved.files)
                 step.digest = {"checkpoint": fingerprint(read)}

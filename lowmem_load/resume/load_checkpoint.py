@@ -16,6 +16,7 @@ from lowmem_load.files.executor import Executor, refuse_left
 from lowmem_load.files.fill import Part, fill, read_whole
 from lowmem_load.files.memory import naming_shortage
 from lowmem_load.files.remote_file import requests_in_flight
+from lowmem_load.files.stand_ins import origin
 from lowmem_load.load.checks import agree_on_bytes, identify_files
 from lowmem_load.load.execute import reading
 from lowmem_load.renamed import renamed_keywords
@@ -117,7 +118,7 @@ def load_checkpoint(
     wanted = Wanted(
         tag, load_module_strict, load_optimizer_states and rest, load_lr_scheduler_states and rest, rest, allow_pickle
     )
-    return _load_zero3(engine, os.fspath(load_dir), wanted)
+    return _load_zero3(engine, origin(os.fspath(load_dir)), wanted)
 
 
 def _load_zero3(engine: Any, name: str, wanted: Wanted) -> tuple[str | None, dict[str, Any]]:

@@ -73,8 +73,8 @@ def open_dcp(files: Files) -> Entries:
         digest = fingerprint(f"{tensor.name} {chunk}" for tensor, chunk in chunks)
         what, advice = f"{len(chunks)} chunks of weights", "copy the files of all ranks to one folder"
         source = files.raw(name, end, what, advice, digest)
-        for tensor, chunk in chunks:
-            values = zips.find(source, chunk.start, chunk.nbytes, tensor.name)
+        heads = [(source, chunk.start, chunk.nbytes, tensor.name) for tensor, chunk in chunks]
+        for (tensor, chunk), values in zip(chunks, files.each(lambda head: zips.find(*head), heads), strict=True):
             if (values.shape, values.dtype) != (chunk.sizes, tensor.dtype):
                 raise CheckpointError(
                     f"{source.path}: {tensor.name}: is {values.dtype} of shape {values.shape} at byte "
@@ -82,7 +82,7 @@ def open_dcp(files: Files) -> Entries:
                     "has written one of them"
                 )
             tiles[tensor.name].append(Tile(chunk.offsets, values))
-    check_written_before(path, [file.path for file in files.opened[1:]])
+    check_written_before(files.opened[0], files.opened[1:])
     return {
         tensor.keys: assemble(f"{files.folder}: {name}", tensor.shape, tiles[name]) for name, tensor in saved.items()
     }

@@ -6,8 +6,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lowmem_load.errors import CheckpointError, ConfigError, listed
+from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
 from lowmem_load.files.executor import Executor
+from lowmem_load.files.remote_checkpoint import folder_of_checkpoint
+from lowmem_load.files.stand_ins import origin
 from lowmem_load.files.torch_zip import describe_objects
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.training_checkpoints.dcp import METADATA, open_dcp
@@ -33,7 +35,7 @@ _MODELS_OF_VERL = ("actor", "critic")
 class SavedModel:
     """The model in a training checkpoint. For `left_out`, `removed` and `adapter` see `NamedWeights`."""
 
-    folder: str
+    folder: str  # its name, which may be a URL
     kind: str  # who writes such files
     tensors: Mapping[str, BandedTensor]  # by names of parameters and buffers, of which two may have one tensor
     files: tuple[PlannedFile, ...]  # all that were opened
@@ -69,7 +71,7 @@ def open_state(folder: str, executor: Executor) -> tuple[str, Entries, Files]:
         kind, names = rank_files(place)
         shards = shard_files(place)
         if names or shards:
-            states = [files.open(name, describe_objects) for name in names]
+            states = files.open_all(names, describe_objects)
             entries = put_together(place, states, executor) if states else open_shards(files, shards)
             files.check_one_save()
             return kind or SHARDS, entries, files
@@ -92,9 +94,19 @@ def open_state(folder: str, executor: Executor) -> tuple[str, Entries, Files]:
 def open_model(folder: str, executor: Executor, *, tag: str | None = None, part: str | None = None) -> SavedModel:
     """Return the model in a checkpoint of DeepSpeed's ZeRO, of torch's packages, or of files of ranks.
 
-    The executor keeps the files open. `tag` is that of a checkpoint of DeepSpeed; None: the one that the file `latest`
-    names. `part` is the part of a state dict of torch that is the model; see `weights_in`.
+    The folder may be a URL. The executor keeps the files open. `tag` is that of a checkpoint of DeepSpeed; None: the
+    one that the file `latest` names. `part` is the part of a state dict of torch that is the model; see `weights_in`.
     """
+    name, folder = folder, folder_of_checkpoint(folder, tag, (_OF_ACCELERATE, OF_VERL), executor.tasks.check)
+    try:
+        return _open_model(folder, executor, tag, part)
+    except (CheckpointError, ConfigError, UnsupportedError) as error:
+        if folder == name:
+            raise
+        raise type(error)(str(error).replace(folder, origin(folder))) from error
+
+
+def _open_model(folder: str, executor: Executor, tag: str | None, part: str | None) -> SavedModel:
     tagged, num_masters, lost = find_folder(folder, tag), 0, list[str]()
     if tagged is None:
         kind, entries, files = open_state(folder, executor)
@@ -120,5 +132,5 @@ def open_model(folder: str, executor: Executor, *, tag: str | None = None, part:
     weights = weights_in(place, entries, part, has_adapter_config=has_adapter_config)
     left_out = (*lost, *weights.left_out)
     return SavedModel(
-        place, kind, weights.model, tuple(opened), near, num_masters, left_out, weights.removed, weights.adapter
+        origin(place), kind, weights.model, tuple(opened), near, num_masters, left_out, weights.removed, weights.adapter
     )

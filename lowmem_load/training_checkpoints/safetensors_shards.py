@@ -38,8 +38,7 @@ def open_shards(files: Files, names: Sequence[str]) -> Entries:
     if len(numbers - {0}) < max(numbers):  # which may be any number
         absent = next(number for number in itertools.count(1) if number not in numbers)
         raise CheckpointError(f"{folder}: lacks shard {absent} of {max(numbers)} or more, and perhaps others")
-    for name in names:
-        file = files.open(name, Safetensors().describe)
+    for file in files.open_all(names, Safetensors().describe):
         offsets = _offsets_in(file.path, (file.metadata or {}).get(_SHARDING_INFO))
         if fields := {field for entry in offsets.values() for field in entry} - {_OFFSETS}:
             raise UnsupportedError(

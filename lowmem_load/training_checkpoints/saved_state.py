@@ -24,7 +24,9 @@ from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import Part, fill
 from lowmem_load.files.format import CheckpointFile
+from lowmem_load.files.remote_file import Item, T, map_in_threads
 from lowmem_load.files.source import ByteSource, read_bytes
+from lowmem_load.files.stand_ins import is_stand_in, written_at
 from lowmem_load.files.torch_zip import TorchObjects
 from lowmem_load.planning.expression import Concat, Expression, Shape, concat, numel, reshape
 from lowmem_load.planning.load_plan import PlannedFile
@@ -32,6 +34,8 @@ from lowmem_load.planning.regions import FlatRange
 from lowmem_load.text import key_of
 
 File = TypeVar("File", TorchObjects, CheckpointFile)
+
+Saved: TypeAlias = PlannedFile | TorchObjects
 
 OF_VERL = "huggingface"
 """Folder in a checkpoint of verl that has the model's configuration and tokenizer."""
@@ -66,9 +70,19 @@ class Files:
 
     def open(self, name: str, describe: Callable[[ByteSource], File]) -> File:
         """Return what is in a file, without weights."""
-        file = describe(self.executor.sources.opened(os.path.join(self.folder, name)))
-        self.opened.append(PlannedFile(file.path, file.nbytes, file.digest, file.version))
-        return file
+        return self.open_all([name], describe)[0]
+
+    def open_all(self, names: Sequence[str], describe: Callable[[ByteSource], File]) -> list[File]:
+        """Return what is in each of some files, without weights."""
+        files = self.each(lambda name: describe(self.executor.sources.opened(os.path.join(self.folder, name))), names)
+        self.opened += [PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in files]
+        return files
+
+    def each(self, read: Callable[[Item], T], items: Iterable[Item]) -> list[T]:
+        """Return what is read of each item; several are read at a time where each takes a request."""
+        if is_stand_in(self.folder):
+            return map_in_threads(read, items, self.executor.tasks.check)
+        return [read(item) for item in items]
 
     def metadata(self, name: str) -> tuple[str, bytes]:
         """Return the path and the bytes of a pickle that says where elements lie."""
@@ -96,7 +110,7 @@ class Files:
 
     def check_one_save(self) -> None:
         """Raise CheckpointError if the files that were opened are not of one save."""
-        check_written_together([file.path for file in self.opened])
+        check_written_together(self.opened)
 
 
 class Tile(NamedTuple):
@@ -252,40 +266,52 @@ def own_files(folder: str, names: Iterable[str]) -> list[str]:
 # -- whether one save has written the files ----------------------------------------------------------------------------
 
 
-def check_written_before(last: str, paths: Iterable[str]) -> None:
-    """Raise CheckpointError if some files were written before the one that a save writes last, and some after it."""
-    end = os.stat(last).st_mtime
-    times = {path: os.stat(path).st_mtime for path in paths}
+def check_written_before(last: PlannedFile, files: Sequence[PlannedFile]) -> None:
+    """Raise CheckpointError if some files were written before the one that a save writes last, and some after it.
+
+    Tools upload files in any order, so in a store these have only to be written together.
+    """
+    end = _when(last.path)
+    times = {file.path: _when(file.path) for file in files}
     later = [path for path, when in times.items() if when > end + SLACK_S]
     if later and any(when < end for when in times.values()):
-        raise _of_two_saves(later[0], times[later[0]], last, end, f"touch {last}")
+        if is_stand_in(last.path):
+            check_written_together([last, *files])
+            return
+        raise _of_two_saves(later[0], times[later[0]], last.path, end, f"touch {last.path}")
 
 
-def check_written_together(paths: Iterable[str], then: Sequence[str] = (), copies: Iterable[str] = ()) -> None:
+def check_written_together(files: Iterable[Saved], then: Sequence[Saved] = (), copies: Iterable[Saved] = ()) -> None:
     """Raise CheckpointError if ranks have written their files at times that are too far apart.
 
     A save may write files `then`, however long it takes to compute their content, and last `copies` of other files,
-    whose times they may have kept. A save that is killed has replaced some of `paths`, so files `then` may be as far
-    apart as one disk takes for all of them.
+    whose times they may have kept. A save that is killed has replaced some of `files`, so files `then` may be as far
+    apart as one disk takes for all of them. S3 says of large files when their upload began: that of the one before may
+    have taken the time.
     """
-    nbytes_then = sum(os.stat(path).st_size for path in then)
-    phases = [(path, number) for number, files in enumerate((paths, then, copies)) for path in files]
-    written = sorted((_when(os.stat(path), phase), phase, path) for path, phase in phases)
-    for (before, previous, earlier), (when, phase, path) in itertools.pairwise(written):
-        patience_s = PATIENCE_S + (nbytes_then if phase else os.stat(path).st_size) / COPIED_BYTES_PER_S
+    nbytes_then = sum(file.nbytes for file in then)
+    phases = [(file, number) for number, of_phase in enumerate((files, then, copies)) for file in of_phase]
+    written = sorted((_when(file.path, phase), phase, file.path, file.nbytes) for file, phase in phases)
+    for (before, previous, earlier, nbytes_before), (when, phase, path, nbytes) in itertools.pairwise(written):
+        slowest = nbytes_then if phase else max(nbytes, nbytes_before * is_stand_in(path))
+        patience_s = PATIENCE_S + slowest / COPIED_BYTES_PER_S
         if phase <= previous and phase != _COPIES and when - before > patience_s:
-            folder = os.path.dirname(next(path for path, phase in phases if not phase))
+            folder = os.path.dirname(next(file.path for file, phase in phases if not phase))
             has_copies = any(phase == _COPIES for _, phase in phases)
             command = f"find {folder} -exec touch {{}} +" if has_copies else f"touch {folder}/*"
             raise _of_two_saves(path, when, earlier, before, command)
 
 
-def _when(status: os.stat_result, phase: int) -> float:
+def _when(path: str, phase: int = 0) -> float:
+    if (written := written_at(path)) is not None:
+        return written
+    status = os.stat(path)
     # A copy has come into its folder at the time of its inode, which no tool can keep.
     return max(status.st_mtime, status.st_ctime) if phase == _COPIES else status.st_mtime
 
 
 def _of_two_saves(later: str, when: float, earlier: str, before: float, command: str) -> CheckpointError:
+    command = "upload them all again" if is_stand_in(later) else command
     return CheckpointError(
         f"{later}: was written at {_shown(when)}, {os.path.basename(earlier)} at {_shown(before)}: a save over an "
         "earlier one did not end; take another checkpoint. If these are of one save, and were copied without their "

@@ -40,6 +40,7 @@ from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import read_whole
 from lowmem_load.files.inert_pickle import Foreign, Tensor, is_shape, shown
 from lowmem_load.files.source import LocalFile, read_bytes
+from lowmem_load.files.stand_ins import is_url, open_file, origin
 from lowmem_load.files.torch_zip import TorchObjects, describe_objects
 from lowmem_load.planning.expression import Shape, Source
 from lowmem_load.planning.load_plan import PlannedFile
@@ -258,13 +259,12 @@ def open_checkpoint(
     states but the number of steps: optimizers of 8 bits keep them in blocks, not as elements of parameters.
     """
     files = ZeroFiles(folder, executor)
-    models, optims = ([files.open(name, describe_objects) for name in names] for names in _names(folder))
+    models, optims = (files.open_all(names, describe_objects) for names in _names(folder))
     optims = [replace(file, tree=at(file.tree, "optimizer_state_dict", dict, file.path)) for file in optims]
     groups, frozen = _shapes(models)
     _check_worlds(models, optims)
     trained = _trained(files, optims, groups, with_moments=with_moments)
-    swapped = [file.path for file in files.opened if file.path.endswith(_OF_SWAPPER)]
-    check_written_together([file.path for file in models], [file.path for file in optims], swapped)
+    check_written_together(models, optims, [file for file in files.opened if file.path.endswith(_OF_SWAPPER)])
     _check_steps(models[0], trained)
     fragments = {name: files.fragments(models, name, shape) for name, shape in (frozen or {}).items()}
     parameters, lacks_frozen = {**trained, **fragments}, frozen is None
@@ -296,7 +296,7 @@ def saved_by(load_dir: str | os.PathLike[str], tag: str | None) -> int | None:
             file = Files(folder, executor).open(states[0], describe_objects)
             count: int = at(file.tree, "dp_world_size", int, file.path)
             return count
-    except (CheckpointError, OSError):  # whoever loads it says what is wrong
+    except (CheckpointError, UnsupportedError, OSError):  # whoever loads it says what is wrong
         return None
 
 
@@ -533,11 +533,16 @@ def _states_of(file: TorchObjects, num_groups: int, *, with_moments: bool) -> li
 def find_folder(folder: str | os.PathLike[str], tag: str | None) -> str | None:
     """Return the folder of a tag. Without a tag, the file `latest` names it; None if that is not there."""
     root, named_by = os.fspath(folder), "tag"
+    if is_url(root):
+        raise UnsupportedError(
+            f"{origin(root)}: optimizer states are not read from stores; copy the checkpoint to a disk, or load its "
+            "weights alone by weights_from="
+        )
     if tag is None:
         path, named_by = os.path.join(root, "latest"), "latest"
         if not os.path.isfile(path):
             return None
-        with contextlib.closing(LocalFile(path)) as source:
+        with contextlib.closing(open_file(path)) as source:
             tag = read_bytes(source, 0, 4096).decode(errors="replace").strip()
     tag = str(tag)
     path_of_tag = os.path.join(root, tag)

@@ -134,3 +134,9 @@ def test_a_local_folder_needs_no_copy(checkpoints: Path, copies: Path) -> None:
     with pytest.raises(ConfigError, match=f"{path}: is not read from a store, so remove local_copy"):
         load_model(path, {"zero_optimization": {"stage": 0}, "train_batch_size": 1}, local_copy=copies)
     assert not copies.exists()
+
+
+def test_training_checkpoints_are_not_copied(copies: Path) -> None:
+    for checkpoint in ("s3://bucket/run", "run"):
+        with pytest.raises(ConfigError, match="local_copy: is for the files of a model, not of a training checkpoint"):
+            load_model(URL, {}, local_copy=copies, weights_from=checkpoint)
