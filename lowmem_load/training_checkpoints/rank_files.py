@@ -22,7 +22,7 @@ from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.inert_pickle import WRAPPER, Foreign, Tensor, is_shape
 from lowmem_load.files.torch_zip import MAX_PICKLE_NBYTES, TorchObjects
-from lowmem_load.planning.expression import Expression, Shape, slice_dim
+from lowmem_load.planning.expression import Expression, Shape, reshape, slice_dim
 from lowmem_load.planning.regions import Split, grid_of
 from lowmem_load.training_checkpoints.dcp import MAX_KEYS
 from lowmem_load.training_checkpoints.saved_state import BandedTensor, Entries, Tile, are_equal, assemble
@@ -210,6 +210,8 @@ def _tiles(name: str, shard: Shard, mesh: Sequence[int], num_ranks: int) -> Iter
         raise CheckpointError(
             f"{shard.path}: {name}: its local tensor is of shape {shard.sizes}, its placements give {grid.sizes}"
         )
+    if not math.prod(shard.shape):
+        yield Tile((0,) * len(shard.shape), reshape(shard.values(), shard.shape))
     if not grid.numel:
         return
     local = shard.values()

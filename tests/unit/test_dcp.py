@@ -207,6 +207,12 @@ def test_tensors_in_lists_are_left_out_and_said(tmp_path: Path) -> None:
     assert list(model.tensors) == ["w"] and sorted(model.left_out) == ["ema.0", "more.a.1.b"]
 
 
+def test_an_empty_tensor_of_ranks_is_read(tmp_path: Path) -> None:
+    for rank in range(2):
+        rank_file(tmp_path, rank, {"model": {"w": torch.ones(2), "empty": torch.ones(0, 5)}})
+    assert values_in(tmp_path)["empty"].shape == (0, 5)
+
+
 @pytest.mark.parametrize("has_checksums", [True, False])
 def test_what_all_ranks_have_is_compared(has_checksums: bool, tmp_path: Path) -> None:
     before = torch.serialization.get_crc32_options()
