@@ -369,6 +369,8 @@ class WeightSource:
         Raises UnsupportedError, the same on all ranks, that names a tensor which is not a parameter as FSDP2 cuts it.
         """
         sending = plan_weights(self._engine, self._arguments)
+        if [tensor.name for tensor in sending.tensors] != self.owned_names(0):
+            raise ConfigError("iter_local: the model has other tensors than the metadata; make a new WeightSource")
         if other := next((tensor.name for tensor in sending.tensors if not self._lies(tensor)), ""):
             raise UnsupportedError(
                 f"{other}: is not a parameter that FSDP2 cuts by torch.chunk among all ranks in their order, which "
@@ -380,8 +382,9 @@ class WeightSource:
         for tensor, shard in zip(sending.tensors, shards, strict=True):
             local = local_tensor(shard.tensor).detach()
             yield tensor.name, local.to(device_of(sending.ranks), tensor.dtype)
-        if before != [shard.state for shard in shards]:
-            raise ConfigError("iter_local: weights were changed before all parts were taken; sync again")
+        with sending.ranks.step("comparing the weights with those at the start"):
+            if before != [shard.state for shard in shards]:
+                raise ConfigError("iter_local: weights were changed before all parts were taken; sync again")
 
     def owned_names(self, rank: int) -> list[str]:  # noqa: ARG002
         """Return the names that a rank yields: all."""

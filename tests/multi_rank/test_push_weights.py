@@ -311,6 +311,9 @@ def yield_parts(paths: dict[str, str], out: str) -> None:
             model.lm_head.weight.mul_(1)
         with pytest.raises(ConfigError, match="iter_local: weights were changed"):
             list(changing)
+        model.added = torch.nn.Linear(2, 2)
+        with pytest.raises(ConfigError, match="other tensors than the metadata"):
+            next(source.iter_local())
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
