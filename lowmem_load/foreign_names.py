@@ -355,10 +355,10 @@ WEIGHT_METADATA = _vllm("VLLMGeneration._weight_metadata", _GATHERS)
 _ASYNC_GATHERS = "TRL's asynchronous trainers gather the weights for vLLM themselves, and send empty ones under ZeRO-3"
 
 
-def _of_async(name: str, takes: str = "") -> list[ForeignName]:
+def _of_async(name: str, takes: str = "") -> tuple[ForeignName, ...]:
     trainers = {"async_grpo": "AsyncGRPOTrainer", "async_distillation": "AsyncDistillationTrainer"}
     modules = [(f"trl.experimental.{key}.{key}_trainer", name.format(trainer)) for key, trainer in trainers.items()]
-    return [ForeignName(TRL, *names, _ASYNC_GATHERS, since="1.15.0", takes=takes) for names in modules]
+    return tuple(ForeignName(TRL, *names, _ASYNC_GATHERS, since="1.15.0", takes=takes) for names in modules)
 
 
 ASYNC_SYNCS, ASYNC_ITERS = _of_async("{}._sync_weight_merged"), _of_async("{}._streaming_iter")

@@ -3,7 +3,7 @@
 [Note: copies] The copy of a file is sparse: it has what ranks of this node have read. Each read is entered into the
 list next to it, with a checksum, once it is written. The next load makes a read there if the list has it, and the bytes
 have its checksum. A restart on as many ranks makes the same reads, so a node that reads its share of a file asks the
-store for nothing. Nothing is locked, flushed or ever whole: what a kill, a crash, a full disk or another process has
+store for no weights. Nothing is locked, flushed or ever whole: what a kill, a crash, a full disk or another process has
 spoiled is read from the store. The name of a copy has the size and the version of the object.
 """
 
@@ -44,7 +44,9 @@ class LocalCopies:
         folder = Path(self.folder, readable_name(url, [url]))
         self._used.append(folder)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(0o700, parents=True, exist_ok=True)
+            if folder.lstat().st_uid != os.getuid():
+                raise PermissionError(f"{folder} belongs to another user, who could write other weights into it")
             (folder / version).touch(0o600)
             for former in folder.iterdir():
                 if former.stem != version:
@@ -74,7 +76,8 @@ class CopiedFile:
         self._copy = copies.place(origin(self.path), fingerprint([str(self.nbytes), self.version]))
         self._list, self._sums = self._copy.with_suffix(".reads"), dict[tuple[int, int], int]()
         with contextlib.suppress(OSError):
-            for line in re.findall(rb"^(\d+) (\d+) (\d+)$", self._list.read_bytes(), re.MULTILINE):
+            lines = self._list.read_bytes() if copies.is_kept else b""
+            for line in re.findall(rb"^(\d+) (\d+) (\d+)$", lines, re.MULTILINE):
                 offset, nbytes, checksum = map(int, line)
                 self._sums[offset, nbytes] = checksum
 
@@ -103,5 +106,6 @@ class CopiedFile:
 def _checksum(memory: memoryview) -> int:
     """Return a sum that differs if a part was lost: of 16 MiB in 1 ms, where a CRC takes 10."""
     num_words = memory.nbytes // 8
-    words = int(np.frombuffer(memory, np.uint64, num_words).sum())
-    return (words + int.from_bytes(memory[8 * num_words :], "little")) % (1 << 64)
+    words = np.frombuffer(memory, np.uint64, num_words)
+    total = (int(words.sum()) + int.from_bytes(memory[8 * num_words :], "little")) % (1 << 64)
+    return total << 32 | int(np.count_nonzero(words))  # the sum alone may be that of zeros

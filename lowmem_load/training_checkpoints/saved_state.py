@@ -80,9 +80,21 @@ class Files:
 
     def each(self, read: Callable[[Item], T], items: Iterable[Item]) -> list[T]:
         """Return what is read of each item; several are read at a time where each takes a request."""
-        if is_stand_in(self.folder):
-            return map_in_threads(read, items, self.executor.tasks.check)
-        return [read(item) for item in items]
+        if not is_stand_in(self.folder):
+            return [read(item) for item in items]
+        items, failed = list(items), dict[int, Exception]()
+
+        def attempt(number: int) -> list[T]:
+            try:
+                return [read(items[number])]
+            except Exception as error:  # noqa: BLE001
+                failed[number] = error
+                return []
+
+        found = map_in_threads(attempt, range(len(items)), self.executor.tasks.check)
+        if failed:
+            raise failed[min(failed)]  # the same on all ranks
+        return [one for each in found for one in each]
 
     def metadata(self, name: str) -> tuple[str, bytes]:
         """Return the path and the bytes of a pickle that says where elements lie."""

@@ -448,7 +448,8 @@ class ZeroFiles(Files):
         size, what = partition_numel(math.prod(shape), len(models)), f"fragment of {name}"
         tensors = [(file, at(file.tree, "frozen_param_fragments", dict, file.path).get(name)) for file in models]
         saved = partitioned(shape, [self.flat(file, tensor, what, size) for file, tensor in tensors])
-        full = at(models[0].tree, "module", dict, models[0].path).get(name)
+        module: dict[Any, Any] = at(models[0].tree, "module", dict, models[0].path)
+        full = module.get(name_in_module(name, module))
         if isinstance(full, Tensor) and full.dtype.is_floating_point != saved.dtype.is_floating_point:
             raise UnsupportedError(
                 f"{models[0].path}: {name} is {full.dtype}, and was saved as {saved.dtype} without the scales: "

@@ -369,7 +369,8 @@ class WeightSource:
         Raises UnsupportedError, the same on all ranks, that names a tensor which is not a parameter as FSDP2 cuts it.
         """
         sending = plan_weights(self._engine, self._arguments)
-        if [tensor.name for tensor in sending.tensors] != self.owned_names(0):
+        kinds = [[(one.name, one.dtype, one.shape) for one in each.tensors] for each in (sending, self._planned)]
+        if kinds[0] != kinds[1]:
             raise ConfigError("iter_local: the model has other tensors than the metadata; make a new WeightSource")
         if other := next((tensor.name for tensor in sending.tensors if not self._lies(tensor)), ""):
             raise UnsupportedError(
@@ -378,11 +379,15 @@ class WeightSource:
                 "or merged; use iter_full, and in vLLM the engine nccl, ipc or sharded_rdt"
             )
         shards = [sending.shards[tensor.sources[0].name] for tensor in sending.tensors]
-        before = [shard.state for shard in shards]
+        before, loop = [shard.state for shard in shards], sending.ranks.loop()
         for tensor, shard in zip(sending.tensors, shards, strict=True):
             local = local_tensor(shard.tensor).detach()
-            yield tensor.name, local.to(device_of(sending.ranks), tensor.dtype)
-        with sending.ranks.step("comparing the weights with those at the start"):
+            try:
+                yield tensor.name, local.to(device_of(sending.ranks), tensor.dtype)
+            except GeneratorExit:
+                loop.leave(f"its loop over iter_local ended at {tensor.name}")
+                raise
+        with loop.step("comparing the weights with those at the start"):
             if before != [shard.state for shard in shards]:
                 raise ConfigError("iter_local: weights were changed before all parts were taken; sync again")
 

@@ -311,6 +311,13 @@ def yield_parts(paths: dict[str, str], out: str) -> None:
             model.lm_head.weight.mul_(1)
         with pytest.raises(ConfigError, match="iter_local: weights were changed"):
             list(changing)
+        early = source.iter_local()
+        next(early)
+        if rank:
+            early.close()
+        else:
+            with pytest.raises(RankError, match=r"rank [1-3]: .*its loop over iter_local ended"):
+                list(early)
         model.added = torch.nn.Linear(2, 2)
         with pytest.raises(ConfigError, match="other tensors than the metadata"):
             next(source.iter_local())
