@@ -441,7 +441,8 @@ class Context:
                 except Exception as error:  # noqa: BLE001
                     self._failed[path] = error
 
-        map_in_threads(describe, range(min(NUM_THREADS, len(paths))), self.check)
+        if len(paths) > 1:  # a thread maps 72 MiB
+            map_in_threads(describe, range(min(NUM_THREADS, len(paths))), self.check)
         self.files |= {path: found[path] for path in paths if path in found}
 
     def file(self, path: str, checkpoint_format: CheckpointFormat) -> CheckpointFile:

@@ -12,6 +12,7 @@ import torch
 from lowmem_load.distributed import nodes
 from lowmem_load.distributed.nodes import Room, free_heap_bytes, node_name, rooms
 from lowmem_load.files.memory import map_memory, trim_heap, untouched_bytes
+from tests.ranks import REPO
 
 MEMINFO = (
     "MemTotal: 9000 kB\nMemFree: 100 kB\nMemAvailable: 2000 kB\nCached: 4000 kB\nSwapFree: 500 kB\nHugePages_Total: 0\n"
@@ -117,6 +118,11 @@ def test_a_limit_of_the_process_is_its_own(proc: Path, monkeypatch: pytest.Monke
 
 
 def test_heap_that_was_freed_counts_as_free() -> None:
+    code = "from tests.unit.test_nodes import free_a_heap; free_a_heap()"  # a heap that no other test has used
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO)
+
+
+def free_a_heap() -> None:
     def free() -> torch.Tensor:
         return torch.tensor([free_heap_bytes(is_mapped=is_mapped) for is_mapped in (False, True)])
 
