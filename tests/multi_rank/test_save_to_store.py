@@ -10,10 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowmem_load import ConfigError, RankError, consolidate, load_model, save_model
+from lowmem_load import CheckpointError, ConfigError, RankError, consolidate, load_model, save_model
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.files import object_store, store_folder
 from lowmem_load.weights_out import store
@@ -213,6 +214,38 @@ def test_a_rank_that_is_killed_leaves_the_former_files(checkpoints: Path, server
     assert server.uploads  # it had begun
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "bucket" / "run").state_dict()
     assert all(torch.equal(found[name], value) for name, value in before.state_dict().items())
+
+
+def save_at_once(checkpoint: str) -> tuple[torch.dtype, str]:
+    """Rank function: each rank is a job of its own, and both have begun before either one goes on."""
+    make_small()
+    dtype = (torch.float32, torch.bfloat16)[DistributedInterface().rank]
+    ordinary = store_folder.StoreFolder.put
+
+    def put(self: store_folder.StoreFolder, key: str, content: bytes) -> None:
+        ordinary(self, key, content)
+        if key == store.MARKER:
+            torch.distributed.barrier()
+
+    with mock.patch.object(store_folder.StoreFolder, "put", put):
+        try:
+            consolidate(checkpoint, RUN, dtype=dtype, max_shard_size=SHARD)
+        except CheckpointError as error:
+            return dtype, str(error)
+    return dtype, ""
+
+
+def test_of_two_saves_at_once_one_is_there_and_the_other_one_fails(server: UploadServer, tmp_path: Path) -> None:
+    save_zero3(tmp_path / "saved", {f"w{number}": torch.randn(50, 100) for number in range(5)}, world_size=2)
+    answers = run(save_at_once, server, str(tmp_path / "saved"))
+    ((winner, _),) = (answer for answer in answers if not answer[1])
+    ((_, text),) = (answer for answer in answers if answer[1])
+    assert text.startswith("s3://bucket/run: a second save to this folder has begun")
+    files = [load_file(path) for path in (tmp_path / "bucket" / "run").glob("*.safetensors")]
+    assert sorted(name for file in files for name in file) == [f"w{number}" for number in range(5)]
+    assert {tensor.dtype for file in files for tensor in file.values()} == {winner}
+    assert not (tmp_path / "bucket" / "run" / store.MARKER).exists()
+    assert server.uploads == {}
 
 
 # -- servers of others -------------------------------------------------------------------------------------------------
