@@ -42,11 +42,11 @@ class LocalCopies:
     def place(self, url: str, version: str) -> Path:
         """Return the path for the copy of a file, after those of its other versions are removed."""
         folder = Path(self.folder, readable_name(url, [url]))
-        self._used.append(folder)
         try:
             folder.mkdir(0o700, parents=True, exist_ok=True)
             if folder.lstat().st_uid != os.getuid():
                 raise PermissionError(f"{folder} belongs to another user, who could write other weights into it")
+            self._used.append(folder)  # not before: what `drop` removes is this user's
             (folder / version).touch(0o600)
             for former in folder.iterdir():
                 if former.stem != version:

@@ -121,6 +121,17 @@ def test_a_folder_that_cannot_be_made_is_one_warning(
     assert len(caplog.records) == 1
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+def test_copies_of_another_user_are_neither_read_nor_removed(
+    store: RangeServer, stored_file: Path, copies: Path
+) -> None:
+    assert sent(store, copies, stored_file) == 800_000
+    before = copied(copies)
+    os.chown(before[0].parent, 12345, -1)
+    assert sent(store, copies, stored_file) == 800_000
+    assert copied(copies) == before
+
+
 @pytest.mark.parametrize(
     ("folder", "shown"), [("", ""), ("https://user:secret@host/copies?sig=secret", "https://host/copies")]
 )
